@@ -83,9 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def diagnose(cli_args: CliArgs) -> list[Check]:
-    """Run every check of a training command, the cheap ones first.
+    """Run every check of a training command, and return the results in the order of the table.
 
-    If checks fail, those that build on them are not made. Raises `UserError` for a wrong command.
+    The cheap checks come first. If checks fail, those that build on them are not made. Raises
+    `UserError` for a wrong command.
     """
     prepare_engine_environment()
     use_expandable_segments()
@@ -142,7 +143,10 @@ def environment_checks(request: RunRequest) -> list[Check]:
 
 
 def checks_without_weights(run: ResolvedRun) -> list[Check]:
-    """Check what needs the data and the config, but no weights: grader, rewards, output folder."""
+    """Check what needs the data and the config, but no weights: grader, rewards, output folder.
+
+    The grader and the rewards are tried on the first `CHECKED_ROWS` rows of the data set.
+    """
     from adora_vl.doctor.checks import check_golds, check_rewards, check_writable
 
     script_args = run.script_args
@@ -210,7 +214,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
     """
     from trl import GRPOTrainer
 
-    from adora_vl.doctor.engine import ExaminationFinished, ExamineBeforeStepOne
+    from adora_vl.doctor.engine import EngineChecksCallback, ExaminationFinished
     from adora_vl.train import build_trainer
 
     config = run.config
@@ -232,11 +236,11 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
                 "own message"
             )
             return [failed("model and engine start", line, remedy)]
-        examination = ExamineBeforeStepOne(
+        engine_checks_callback = EngineChecksCallback(
             trainer.parts.engine_and_policy, trainer.models_by_role(), rows=CHECKED_ROWS
         )
         # First, before the callbacks that check or evaluate when a training begins.
-        trainer.callback_handler.callbacks.insert(0, examination)
+        trainer.callback_handler.callbacks.insert(0, engine_checks_callback)
         try:
             # TRL's own method, since that of the subclass would lock the run's folder.
             GRPOTrainer.train(trainer)
@@ -245,7 +249,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
         finally:
             trainer.close()
             trainer.accelerator.end_training()
-        return examination.checks
+        return engine_checks_callback.checks
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _choices_of_row(row: Row) -> list[str] | None:
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Check that the grader accepts each row's reference answer, and does not accept a wrong answer.
+    """Check that the grader accepts each row's reference answer ("gold"), and refuses a wrong one.
 
     `rounding`: whether the run's grader also accepts a rounded decimal.
     """
@@ -62,12 +62,12 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
         name = str(row.get("id", "?"))
         gold = row["answer"]
         choices = _choices_of_row(row)
-        # None or empty: the reference answer is usable.
-        problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
-        if problem:
+        # why no answer can be graded against the reference answer; empty or None if one can
+        fault = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
+        if fault:
             return failed(
                 title,
-                f"{name}: the reference answer {gold!r} cannot be graded against ({problem})",
+                f"{name}: the reference answer {gold!r} cannot be graded against ({fault})",
                 remedy,
             )
         right_grade = grade(_boxed_response(gold), gold, choices=choices, rounding=rounding)
@@ -270,7 +270,7 @@ def check_writable(folder: Path) -> Check:
     The file is temporary.
     """
     title = "output folder is writable"
-    existing = closest_existing(folder)
+    existing = closest_existing(folder)  # a parent of it where the folder is not made yet
     try:
         if not existing.is_dir():
             raise NotADirectoryError(f"{str(existing)!r} is a file")

@@ -62,20 +62,20 @@ BAN_REMEDY = (
 NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
+def check_features(prompts: Prompts, image_token_id: int | None, merge_size: int) -> Check:
     """Check that each prompt has as many image tokens as the vision tower makes features of its images.
 
-    For example, an image of 1 x 16 x 24 patches with `merge` 2 has 16 * 24 / 4 = 96 features.
+    For example, an image of 1 x 16 x 24 patches with `merge_size` 2 has 16 * 24 / 4 = 96 features.
 
     Args:
         prompts: Tokenized prompts with the processor's fields for their images.
         image_token_id: The token that stands for a feature in a prompt; None: the model has none.
-        merge: How many patches along a side become one feature.
+        merge_size: As in the image processor: how many patches along a side become one feature.
     """
     if image_token_id is None or prompts.images is None:
         return skipped(FEATURES_CHECK, "no images")
     # Each image has time x height x width patches.
-    features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
+    features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge_size**2
     image_counts_by_prompt = torch.split(features_per_image, prompts.num_images)
     features_per_prompt = [int(counts.sum()) for counts in image_counts_by_prompt]
     for name, ids, features in zip(prompts.names, prompts.ids, features_per_prompt, strict=True):
@@ -107,9 +107,9 @@ def check_buffers(models: ModelsByRole) -> Check:
 
 
 def check_runner(engine_and_policy: EngineAndPolicy) -> Check:
-    """Return a line of the table on which of its two model runners vLLM has chosen.
+    """Return a check that never fails: it says which of its two model runners vLLM has chosen.
 
-    It never fails. The two compute the same by different code, so it helps to find a fault.
+    The two compute the same by different code, so a user who knows the other one can try it.
     """
     assert engine_and_policy.engine is not None
     version = engine_and_policy.engine.model_runner
@@ -119,10 +119,10 @@ def check_runner(engine_and_policy: EngineAndPolicy) -> Check:
 
 @dataclass
 class EngineExamination(EngineProbe):
-    """Compares engine and trainer, also after a weight was changed and after the engine has slept.
+    """Compares the log-probabilities of engine and trainer.
 
-    Collective: all ranks call every method together. `models`: the policy and the reference
-    model.
+    It does so also after a weight was changed, and after the engine has slept. Collective: all
+    ranks call every method together. `models`: the policy and the reference model.
     """
 
     models: ModelsByRole = field(kw_only=True)
@@ -130,14 +130,14 @@ class EngineExamination(EngineProbe):
     def check_after_change(self, *, vision: bool) -> Check:
         """Check that the engine agrees with the policy after a weight was changed and synced.
 
-        With `vision` the weight belongs to the vision tower or projector, else to the language
+        `vision`: whether the weight is one of the vision tower or projector, and not of the language
         model. In the end it has its old value again, in the engine too.
         """
         check_name = VISION_CHECK if vision else LANGUAGE_CHECK
         remedy = CACHES_REMEDY if vision else SYNC_REMEDY
         lacks_images = vision and self.prompts.images is None
-        chosen = choose_parameter(self.engine_and_policy.policy, vision=vision)
-        if chosen is None:
+        weight = choose_parameter(self.engine_and_policy.policy, vision=vision)
+        if weight is None:
             reason = "there are none" if lacks_images else "nothing of it is trained"
             return skipped(check_name, f"{reason}: it cannot change")
         if lacks_images:
@@ -146,7 +146,7 @@ class EngineExamination(EngineProbe):
         engine = self.engine_and_policy.engine
         assert engine is not None
         try:
-            with changeable_weight(chosen.parameter, seed) as set_noise:
+            with changeable_weight(weight.parameter, seed) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
                 rollouts = self.sample(check_name)
@@ -154,7 +154,7 @@ class EngineExamination(EngineProbe):
                 if policy_change < MIN_POLICY_CHANGE:
                     return skipped(
                         check_name,
-                        f"a change of {chosen.name} moves these answers by {policy_change:.2g} "
+                        f"a change of {weight.name} moves these answers by {policy_change:.2g} "
                         "nats only",
                     )
                 engine.sync_weights()
@@ -260,20 +260,17 @@ class EngineExamination(EngineProbe):
 
 @dataclass(frozen=True, kw_only=True)
 class _CheckGroup:
-    """Some checks of an examination that are made together.
+    """Checks of engine and trainer that one function makes together."""
 
-    `names`: the checks. `remedy`: what to do if an exception ends them. `run`: makes them.
-    """
-
-    names: tuple[str, ...]
-    remedy: str
-    run: Callable[[], list[Check]]
+    names: tuple[str, ...]  # of the checks, as in the table
+    remedy: str  # what to do if an exception ends them
+    run: Callable[[], list[Check]]  # makes the checks
 
 
-def _examination_steps(examination: EngineExamination, merge: int) -> list[_CheckGroup]:
-    """Return the steps of an examination, in their order.
+def _check_groups(examination: EngineExamination, merge_size: int) -> list[_CheckGroup]:
+    """Return the checks of engine and trainer in groups that run together, in their order.
 
-    `merge`: how many patches along a side become one image token.
+    `merge_size`: how many patches along a side become one image token.
     """
     engine_and_policy = examination.engine_and_policy
     image_token = getattr(engine_and_policy.processor, "image_token_id", None)
@@ -281,7 +278,7 @@ def _examination_steps(examination: EngineExamination, merge: int) -> list[_Chec
         _CheckGroup(
             names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
-            run=lambda: [check_features(examination.prompts, image_token, merge)],
+            run=lambda: [check_features(examination.prompts, image_token, merge_size)],
         ),
         _CheckGroup(
             names=(BUFFERS_CHECK,),
@@ -326,14 +323,14 @@ def _examination_steps(examination: EngineExamination, merge: int) -> list[_Chec
     ]
 
 
-def run_engine_checks(examination: EngineExamination, merge: int) -> list[Check]:
+def run_engine_checks(examination: EngineExamination, merge_size: int) -> list[Check]:
     """Make the checks of engine and trainer in their order, and return their results.
 
     The remaining checks are skipped once an exception has ended a check, or once the prompts of
     engine and trainer differ, since the engine may be broken. Without an engine in this process
     only image features and buffers are checked, which need none.
 
-    `merge`: how many patches along a side become one image token.
+    `merge_size`: how many patches along a side become one image token.
     """
     engine_and_policy = examination.engine_and_policy
     reason_without_engine = ""
@@ -342,17 +339,17 @@ def run_engine_checks(examination: EngineExamination, merge: int) -> list[Check]
     elif engine_and_policy.config.vllm_mode != "colocate":
         reason_without_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
-    for step in _examination_steps(examination, merge):
-        needs_engine = step.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
+    for group in _check_groups(examination, merge_size):
+        needs_engine = group.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
         if reason_without_engine and needs_engine:
             skip_reason = reason_without_engine
         elif any(_may_have_broken_engine(check) for check in checks):
             skip_reason = "not after the failure above"
         if skip_reason:
-            checks += [skipped(name, skip_reason) for name in step.names]
+            checks += [skipped(name, skip_reason) for name in group.names]
         else:
-            checks += agreement.worst_of_all_ranks(_run_step(step))
+            checks += agreement.worst_of_all_ranks(_run_group(group))
     return checks
 
 
@@ -369,14 +366,14 @@ def _may_have_broken_engine(check: Check) -> bool:
     return prompts_differ or check.detail.startswith(_STOPPED_PREFIX)
 
 
-def _run_step(step: _CheckGroup) -> list[Check]:
-    """Make the checks of a step; on an exception the first one fails, and the rest is skipped."""
+def _run_group(group: _CheckGroup) -> list[Check]:
+    """Make the checks of a group; on an exception the first one fails, and the rest is skipped."""
     try:
-        return step.run()
+        return group.run()
     except Exception as error:  # whatever it is: the doctor is there to name what fails
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        first_name, *remaining_names = step.names
-        failure = failed(first_name, f"{_STOPPED_PREFIX}{line}", step.remedy)
+        first_name, *remaining_names = group.names
+        failure = failed(first_name, f"{_STOPPED_PREFIX}{line}", group.remedy)
         return [failure, *(skipped(name, "it stopped before") for name in remaining_names)]
 
 
@@ -384,7 +381,7 @@ class ExaminationFinished(Exception):  # noqa: N818  # no error: it ends a train
     """Raised when the examination is over."""
 
 
-class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Compares engine and trainer when a training begins, and ends it by raising `ExaminationFinished`.
 
     The results are then in `checks`.
@@ -411,7 +408,9 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         prompts = engine_and_policy.read_prompts(engine_and_policy.first_rows(self.rows))
         # A model without vision has no image processor.
         image_processor = getattr(engine_and_policy.processor, "image_processor", None)
-        merge = getattr(image_processor, "merge_size", 1)
-        examination = EngineExamination(engine_and_policy, prompts, models=self.models)
-        self.checks = run_engine_checks(examination, merge)
+        merge_size = getattr(image_processor, "merge_size", 1)
+        examination = EngineExamination(
+            engine_and_policy=engine_and_policy, prompts=prompts, models=self.models
+        )
+        self.checks = run_engine_checks(examination, merge_size)
         raise ExaminationFinished

@@ -21,7 +21,7 @@ class NamedParameter(NamedTuple):
 
 
 def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParameter | None:
-    """Choose a trained weight matrix whose change moves the answers of a model most directly.
+    """Choose a trained weight matrix whose change alters the answers of a model most directly.
 
     - Without `vision` it is the last matrix in the layers of the language model.
     - With `vision` it is the last matrix of the projector, though other vision parts may come
@@ -35,23 +35,22 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
     for name, parameter in model.named_parameters():
         is_of_vision = component_of(name) != LANGUAGE_MODEL
         is_in_layers = is_of_vision or ".layers." in name
-        is_matrix = len(_whole_shape(parameter)) >= 2
+        is_matrix = len(_unsharded_shape(parameter)) >= 2
         if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
             candidates.append(NamedParameter(name, parameter))
     projector_names = [family.projector[0] for family in vision_by_model_type().values()]
-    of_projector = [
-        candidate
-        for candidate in candidates
-        if any(projector_name in candidate.name for projector_name in projector_names)
-    ]
-    preferred = of_projector or candidates
+    in_projector = []
+    for candidate in candidates:
+        if any(projector_name in candidate.name for projector_name in projector_names):
+            in_projector.append(candidate)
+    preferred = in_projector or candidates
     return preferred[-1] if preferred else None
 
 
-def _whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, also under ZeRO-3.
+def _unsharded_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the full shape of a parameter, also under ZeRO-3.
 
-    There each rank has a part of it, and the parameter itself is empty between its uses.
+    There each rank has a shard of it, and the parameter itself is empty between its uses.
     """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -84,14 +83,16 @@ def changeable_weight(parameter: Any, seed: int = 0) -> Iterator[Callable[[float
     noise_size = float(old_values.float().square().mean().sqrt())
     if noise_size == 0:
         # LoRA's second factor is zero at first. It gets noise of the size of an initialisation.
-        noise_size = 1.0 / max(_whole_shape(parameter)) ** 0.5
+        noise_size = 1.0 / max(_unsharded_shape(parameter)) ** 0.5
     noise = noise * noise_size
 
     def write(new_values: Tensor) -> None:
+        """Replace the weight on all ranks."""
         with _gathered_parameter(parameter) as weight:
             weight.copy_(new_values)
 
     def set_noise(scale: float) -> None:
+        """Replace the weight by its old value plus noise."""
         write((old_values.float() + scale * noise).to(old_values.dtype))
 
     with torch.no_grad():

@@ -24,7 +24,7 @@ class DtypeBytes:
 
 @dataclass(frozen=True)
 class PassSize:
-    """The size of one forward pass, from which its memory is computed."""
+    """The size of one forward pass, from which its activation memory is computed."""
 
     rows: int
     row_length: int  # tokens of a row, with its padding
@@ -216,7 +216,7 @@ class SavedBytes:
     layer_inputs: int  # part of `text`: the inputs of the recomputed layers
     recomputed_layer: int  # inner values of one recomputed layer; 0 if none is recomputed
     recomputed_block: int  # likewise of one block of the vision tower
-    layer_gradients: int  # gradients of one layer's inner values while it goes back
+    layer_gradients: int  # gradients of one layer's inner values during its backward pass
 
     @property
     def largest_recomputed(self) -> int:
@@ -247,10 +247,12 @@ def saved_bytes(
         recomputed_count = 0
     elif recomputed_count is None:
         recomputed_count = text.layers
+    # whether each adapter saves a copy of its input in float32
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
     layer_bytes = decoder_layer_bytes(text, size, dtypes)
     if casts_inputs:
-        # `decoder_layer_bytes` counts the outputs of two norms and SwiGLU's product already.
+        # `decoder_layer_bytes` counts three of these inputs already: the outputs of two norms, and
+        # SwiGLU's product.
         cast_values = max(0, shape.adapted_values - 2 * text.width - text.mlp_width)
         layer_bytes += size.tokens * cast_values * dtypes.compute
     input_bytes = recomputed_count * size.tokens * text.width * dtypes.residual
@@ -280,9 +282,9 @@ def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
 def _layer_gradient_bytes(
     shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, casts_inputs: bool
 ) -> int:
-    """Return the most bytes of gradients of a decoder layer's inner values at one time.
+    """Return the peak bytes of a decoder layer's gradients with respect to its activations.
 
-    The most are held in the backward pass of the layer's MLP. `casts_inputs`: the result of
+    The peak is in the backward pass of the layer's MLP. `casts_inputs`: the result of
     `_adapters_cast_inputs`.
     """
     text = shape.text
@@ -358,7 +360,7 @@ def head_saved_bytes(shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, o
 def head_transient_bytes(
     shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool
 ) -> int:
-    """Return the most that the LM head's backward pass holds beside what it has saved, in bytes.
+    """Return the peak bytes of the LM head's backward pass, without what its forward pass saved.
 
     It holds one tile of logits, and the gradients of the hidden states in float32 and in the
     model's dtype. If the head is trained, it also holds the gradients of its weight in both dtypes.

@@ -183,7 +183,7 @@ def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[s
     """Raise `UserError` for a user's LoRA key that differs from the adapter that is trained further.
 
     Args:
-        adapter: the adapter, whose own settings count.
+        adapter: the adapter, which keeps its settings.
         model: the keys of the model, with those of LoRA.
         set_keys: the keys that the user has set; the others are not compared.
     """
@@ -199,13 +199,13 @@ def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[s
 
 
 def _normalise_setting(value: Any) -> Any:
-    """Return a LoRA setting in a form in which equal settings of user and adapter are equal.
+    """Return a LoRA setting in one form, so that a user's and an adapter's can be compared by `==`.
 
     The cases, in the order of the code:
 
         {"v_proj", "q_proj"}    ["q_proj", "v_proj"]; an empty collection becomes None
         "q_proj"                ["q_proj"], since PEFT stores a single name either way
-        an enumeration's member its value
+        member of an Enum       its value
         anything else, as 16    unchanged
     """
     if isinstance(value, list | tuple | set):
@@ -238,7 +238,7 @@ def vllm_lora_rank(config: PeftConfig) -> int:
 
 
 def hash_adapters(adapters: Sequence[Adapter], base: str) -> str:
-    """Return the commits, or content hashes, of adapters and their base as one text.
+    """Return the commits, or content hashes, of adapters and their base as one text for a manifest.
 
     For example, adapters with the commits c1 and c2 on a base c3 give `c1 on c2 on c3`.
 
@@ -309,8 +309,12 @@ def _is_to_four_bit(conversion: object) -> bool:
 def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
     """Return a `PeftModel` that trains the first of `adapters`, with the others merged into its base.
 
-    The trained adapter has initial weights until `load_adapter_weights` loads its own. The
-    arguments are those of `load_merged`.
+    The trained adapter has initial weights until `load_adapter_weights` loads its own.
+
+    Args:
+        base: folder or hub id of the base.
+        adapters: each was trained on the next one, and the last one on the base.
+        init_kwargs: arguments of `from_pretrained`.
     """
     from peft import get_peft_model
 
@@ -334,21 +338,20 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:
-    """Write into the config of the trained adapter on which model it was trained.
+    """Write name and commit of the model that the trained adapter belongs on into its config.
 
-    PEFT itself writes the name of the base, but no commit. If other adapters were merged into the
-    base before, the config gets the name of the nearest one, since the adapter belongs on top of it.
+    PEFT itself writes the name of the base (`base_model_name_or_path`), but no commit. If other
+    adapters were merged into the base, the config gets the name of the last one that was merged.
 
-    `merged_adapters`: the adapters between the trained one and the base, the nearest to the trained
-    one first.
+    `merged_adapters`: the adapters between the trained one and the base, the last merged one first.
     """
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
     if merged_adapters:
-        nearest = merged_adapters[0]
-        commit = nearest.commit
-        is_in_folder = commit is None
-        name_or_path = str(nearest.folder.resolve()) if is_in_folder else nearest.name
+        last_merged = merged_adapters[0]
+        commit = last_merged.commit
+        is_local = commit is None
+        name_or_path = str(last_merged.folder.resolve()) if is_local else last_merged.name
         config.base_model_name_or_path = name_or_path
     config.revision = commit
 

@@ -46,7 +46,7 @@ def check_family(
 ) -> list[str]:
     """Check that a model's architecture can be trained, and return notes: at most one line.
 
-    In the order of the code:
+    The known families are those of `FAMILIES`. In the order of the code:
 
         known family                                    fine, unless vLLM computes it otherwise
         other family, reads text only                   fine, but prompts are not shared: a note
@@ -132,8 +132,8 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
     `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
     `model_init_kwargs`.
     """
-    # `from_pretrained` takes most of its arguments out of **kwargs, so their names stand in its
-    # source and not in its signature.
+    # `from_pretrained` takes most of its arguments out of **kwargs (`kwargs.pop("revision", None)`),
+    # so their names stand in its source and not in its signature.
     source = inspect.getsource(PreTrainedModel.from_pretrained)
     parameters = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,
@@ -155,9 +155,9 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
 def check_model_parts(
     model: ModelConfig, config: PretrainedConfig, peft_config: "PeftConfig", frozen: Sequence[str]
 ) -> None:
-    """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
+    """Raise `UserError` for a component to freeze, or a layer for an adapter, that the model lacks.
 
-    The modules are built without memory, to look at their names.
+    The model is built on the meta device, to look at the names of its modules.
 
     Args:
         model: the keys of the model.
@@ -165,7 +165,7 @@ def check_model_parts(
         peft_config: that of the adapter; None without one.
         frozen: the components to freeze.
     """
-    # Only adapters of LoRA's kind name layers.
+    # Only LoRA and adapters like it name layers.
     layer_config = peft_config if hasattr(peft_config, "target_modules") else None
     if layer_config is None and not frozen:
         return
@@ -181,8 +181,8 @@ def check_model_parts(
         # PEFT takes a single name for a regular expression, and matches it against whole names of
         # modules. The user probably means modules whose names end with it, so that is tried.
         if is_single_name:
-            by_ending = replace(peft_config, target_modules=f".*{targets}")
-            if _has_model_parts(model, config, by_ending, frozen):
+            suffix_config = replace(peft_config, target_modules=f".*{targets}")
+            if _has_model_parts(model, config, suffix_config, frozen):
                 remedy = (
                     f"; a single name is a regular expression over whole names: write '.*{targets}'"
                 )
@@ -244,7 +244,7 @@ def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: 
 
 
 def make_lora_config(model: ModelConfig) -> Any:
-    """Return PEFT's config for a command's keys; None without LoRA.
+    """Return the `LoraConfig` of a run; None without LoRA.
 
     If the keys name no layers, the config has none until `choose_layers` writes them. Raises
     `UserError` where PEFT is not installed.
@@ -289,8 +289,8 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
 
 def _lacks_layers(peft_config: Any) -> bool:
     """Return whether this is a LoRA config that names neither layers nor parameters."""
-    kind = getattr(peft_config, "peft_type", None)
-    is_lora = str(getattr(kind, "value", kind)) == "LORA"
+    peft_type = getattr(peft_config, "peft_type", None)
+    is_lora = str(getattr(peft_type, "value", peft_type)) == "LORA"
     if not is_lora:
         return False
     names_parameters = bool(getattr(peft_config, "target_parameters", None))

@@ -236,14 +236,14 @@ def prevent_repacking(model: "PreTrainedModel") -> None:
 
 
 class FrozenBase:
-    """The frozen parameters of a policy, which move to the host while the engine is awake.
+    """The frozen parameters of a policy, which move to host memory while the engine is awake.
 
-    The engine has a copy of the base too. With these moves the card holds one copy at a time. On
-    the host the parameters are in pinned memory. If the policy runs on a CPU, nothing moves.
+    The engine has a copy of the base too. With these moves the GPU holds one copy at a time. On the
+    host the parameters are in pinned memory. If the policy runs on a CPU, nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the frozen parameters, which stay on the card until `move_to_host`."""
+        """Collect the frozen parameters, which stay on the GPU until `move_to_host`."""
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
         self._host_copies: list[torch.Tensor] = []  # made by the first `move_to_host`
@@ -251,7 +251,7 @@ class FrozenBase:
         self.moves = 0  # the number of moves so far, both to the host and back
 
     def move_to_host(self) -> None:
-        """Give the card's memory back, before the engine wakes up."""
+        """Move the frozen parameters to pinned host memory, before the engine wakes up."""
         if self.is_on_host:
             return
         if self.device.type != "cpu":

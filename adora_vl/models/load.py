@@ -194,9 +194,9 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_model(name: str, init_kwargs: Mapping[str, Any]) -> Any:
-    """Load a model as TRL does, but with the class for the config of the given revision.
+    """Load a model as TRL does, but with the auto class for the config of its revision.
 
-    To find the class, TRL reads the config of the newest revision. `init_kwargs`: arguments of
+    TRL would choose the class by the config of the newest revision. `init_kwargs`: arguments of
     `from_pretrained`, such as the `revision`.
     """
     from trl.trainer.utils import create_model_from_path
@@ -222,7 +222,7 @@ def check_weights(key: str, name: str) -> None:
         raise UserError(
             f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
         )
-    # `file` is the file that is read at present; the message below names it. Only a model in several
+    # `file` is the one that is being read, which the message below names. Only a model in several
     # files has an index.
     file = folder / "model.safetensors.index.json"
     try:

@@ -50,7 +50,7 @@ class PassPeaks:
     """The moments of a pass at which its memory may be largest, in their order."""
 
     in_head: PeakCandidate
-    in_first_layer: PeakCandidate  # the first layer that goes back, which is the last of the model
+    in_first_layer: PeakCandidate  # the first layer of the backward pass, the last of the model
     later: tuple[PeakCandidate, ...]
 
     @property
@@ -95,16 +95,19 @@ class ActivationMemory:
         The moments follow the backward pass: the LM head, the last layer, the first recomputed
         layer if not all are recomputed, and the vision tower and the embedding.
 
-        `recomputed_count`: how many layers of the language model gradient checkpointing recomputes,
-        counted from the first one. These go back last, when all other layers have released their
-        saved values.
+        Args:
+            size: the size of the pass.
+            recomputed_count: how many layers of the language model gradient checkpointing
+                recomputes, counted from the first one. Their backward pass comes last, when all
+                other layers have released their saved values.
         """
         layer_count = self.shape.text.layers
         saved = self._saved_bytes(size, recomputed_count)
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
-        all_kept = saved.text + head_saved
+        all_kept = saved.text + head_saved  # nothing is released yet
         tied_head = self.tied_head_gradient
+        # what the backward pass of one layer holds beside saved values
         gradients = saved.layer_gradients + tied_head
         in_head = PeakCandidate("logits", head_transient, all_kept)
         if recomputed_count == layer_count:
@@ -114,7 +117,8 @@ class ActivationMemory:
             return PassPeaks(in_head, in_layer, later=())
         later: list[PeakCandidate] = []
         if recomputed_count:
-            # The layers that are not recomputed have gone back, and have released their values.
+            # The backward pass of the layers that are not recomputed is over, and their values are
+            # released.
             first_recomputed = PeakCandidate(
                 LAYER_BACKWARD_NAME,
                 transient_bytes=saved.recomputed_layer + gradients,
@@ -134,7 +138,10 @@ class ActivationMemory:
         return PassPeaks(in_head, in_layer, tuple(later))
 
     def mask_and_vision_bytes(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
-        """Return the bytes of the attention mask and of the vision tower, held during the pass."""
+        """Return the bytes that are held during the whole pass: of attention mask and vision tower.
+
+        `recomputed_count`: how many layers gradient checkpointing recomputes.
+        """
         mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
         vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
         return mask, vision
@@ -161,11 +168,11 @@ class ActivationMemory:
 
         # A binary search over 0 to layers - 1, since each further recomputed layer lowers the peak.
         # If none of these fits, `bisect_left` returns the number of all layers. That need not be
-        # tried: the model's last layer goes back first, when its values are in memory either way.
+        # tried: the model's last layer has its backward pass first, when its values are in memory either way.
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
     def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:
-        """Return what a pass of this size saves if so many layers are recomputed."""
+        """Return what a pass saves for its backward pass if so many layers are recomputed."""
         return saved_bytes(
             self.shape,
             size,

@@ -8,7 +8,7 @@ after some 1,000 tokens (`docs/rollouts.md`).
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -27,15 +27,16 @@ ModelsByRole = Mapping[str, nn.Module | None]
 def restore_buffers(model: nn.Module) -> list[str]:
     """Recompute every computed float buffer, such as rotary frequencies, from its module's config.
 
-    A cast may have rounded it. Two kinds of buffers stay as they are: persistent ones, which come
-    from a checkpoint, and those of a module that needs more than its config to be built. Returns
-    the names of the buffers that changed.
+    A cast such as `model.to(torch.bfloat16)` may have rounded it. Two kinds of buffers stay as they
+    are: persistent ones, which come from a checkpoint, and those of a module that needs more than
+    its config to be built. Returns the names of the buffers that changed.
     """
     restored_names = []
     for name, buffer, expected_values in _computed_buffers(model):
-        if expected_values is None:  # the module needs more than its config
+        if expected_values is None:  # the module needs more than its config to be built
             continue
         has_right_dtype = buffer.dtype == expected_values.dtype
+        # `torch.equal` raises for tensors of two dtypes, so these are compared first.
         if not has_right_dtype or not torch.equal(buffer.cpu(), expected_values):
             buffer.data = expected_values.to(buffer.device)
             restored_names.append(name)
@@ -77,7 +78,7 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
 
         Raises `RunError` on all ranks, if any rank has a wrong buffer.
         """
-        # Every rank gathers the lines of all, so that all of them stop.
+        # Every rank gets the lines of all ranks, so that all of them stop.
         lines = gather_object(describe_wrong_buffers_by_role(self.models))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -114,12 +115,19 @@ def describe_wrong_buffers_by_role(models: ModelsByRole) -> list[str]:
     return lines
 
 
-def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield name, buffer and expected value of every computed float buffer of a model.
+class _ComputedBuffer(NamedTuple):
+    """A float buffer that a module computes when it is built, such as rotary frequencies."""
+
+    name: str  # in the model, such as `model.rotary_emb.inv_freq`
+    buffer: Tensor
+    expected_values: Tensor | None  # None where the module needs more than its config to be built
+
+
+def _computed_buffers(model: nn.Module) -> Iterator[_ComputedBuffer]:
+    """Yield every computed float buffer of a model with the values that it should have.
 
     A computed buffer is a non-persistent one: no checkpoint contains it, so the module computes it
-    when it is built. To get the expected value, the module is built a second time from its config.
-    It is None where the module needs more than its config.
+    when it is built. To get the expected values, the module is built a second time from its config.
     """
     for prefix, module in model.named_modules():
         computed_buffers = {
@@ -137,7 +145,7 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
                 expected_by_name = dict(type(module)(config).named_buffers(recurse=False))
         for name, buffer in computed_buffers.items():
             full_name = f"{prefix}.{name}" if prefix else name
-            yield full_name, buffer, expected_by_name.get(name)
+            yield _ComputedBuffer(full_name, buffer, expected_by_name.get(name))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -211,7 +211,7 @@ def _parameters_by_component(model: nn.Module, *, trained_only: bool) -> dict[st
 
 
 def _add_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftModel":
-    """Return a model of `_build_without_memory` with adapters.
+    """Return a model on the meta device with the adapters of a PEFT config.
 
     Raises `UserError` for names that no module has, and for adapters that would not be trained.
     """
@@ -226,9 +226,10 @@ def _add_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftM
 
 
 def _adapted_values(model: nn.Module) -> int:
-    """Return how many values of a token the adapters of one decoder layer read.
+    """Return how many values per token the adapters of one decoder layer take as input.
 
-    All decoder layers are alike, so the first one is counted.
+    It is the sum of `in_features` over the layer's modules with an adapter. All decoder layers are
+    alike, so the first one is counted.
     """
     value_count = 0
     for name, module in model.named_modules():
@@ -256,7 +257,7 @@ def language_layer_names(config: PretrainedConfig) -> list[str]:
 
 
 def layers_pattern(names: Sequence[str]) -> str:
-    """Return a regular expression for `target_modules` of layers outside of a vision tower.
+    """Return a regular expression for LoRA's `target_modules` that leaves out the vision tower.
 
     The tower's MLP has layers of some of these names too. For example, with `up_proj` the pattern
     matches `model.language_model.layers.0.mlp.up_proj` and not `model.visual.blocks.0.mlp.up_proj`.
@@ -268,7 +269,7 @@ def layers_pattern(names: Sequence[str]) -> str:
 
 
 def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
-    """Raise `UserError` for a name in LoRA's lists of modules that no module of the model has.
+    """Raise `UserError` for a name in `target_modules` or `modules_to_save` that no module has.
 
     PEFT ignores such a name if any other name of the list fits.
     """
@@ -347,9 +348,10 @@ def is_dtype_name(name: str) -> bool:
 
 
 def _resolve_dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype of this name.
+    """Return the torch dtype that a user calls `name`, such as `bfloat16`.
 
-    `auto` and None mean the dtype in the model's config, as in Transformers 5.
+    `auto` and None mean the dtype in the model's config, as in Transformers 5. Raises `UserError`
+    for a name that torch does not have.
     """
     dtype_or_name = config.dtype if name in (None, "auto") else name
     # A config may have no dtype either.
@@ -363,7 +365,10 @@ def _resolve_dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
 
 
 def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
-    """Return the sizes of the language model's layers."""
+    """Return the sizes of the language model's layers.
+
+    `config`: the text config. `family`: None for a family that is not known.
+    """
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -379,9 +384,9 @@ def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
 
 
 def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of a `ModelShape` that describe the vision tower.
+    """Return the fields of a `ModelShape` that describe the vision tower, by their names.
 
-    `config`: the tower's.
+    `config`: the model's `vision_config`.
     """
     # In Qwen2-VL `embed_dim` is the width of the tower, and `hidden_size` the width of its output.
     width = getattr(config, "embed_dim", None) or config.hidden_size

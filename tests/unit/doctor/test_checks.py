@@ -301,12 +301,14 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
     """4×4 patches, merged 2×2, are 4 features, and need 4 image tokens in the prompt."""
     assert (
         check_features(
-            prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge=2
+            prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge_size=2
         ).status
         is Status.PASSED
     )
     check = check_features(
-        prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]), IMAGE_TOKEN, merge=2
+        prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]),
+        IMAGE_TOKEN,
+        merge_size=2,
     )
     assert check.status is Status.FAILED
     assert check.name == FEATURES_CHECK
@@ -321,7 +323,7 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
         (SimpleNamespace(), "server"),
     ]:
         with subtests.test(why):
-            checks = run_engine_checks(examination_of(engine, vllm_mode="server"), merge=2)
+            checks = run_engine_checks(examination_of(engine, vllm_mode="server"), merge_size=2)
             assert [check.status for check in checks] == [
                 *[Status.PASSED] * 2,
                 *[Status.SKIPPED] * 8,
@@ -344,7 +346,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
         raise RuntimeError("Encoder cache miss")
 
     monkeypatch.setattr(EngineExamination, "check_after_change", raise_error)
-    checks = run_engine_checks(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
+    checks = run_engine_checks(examination_of(SimpleNamespace(model_runner="V1")), merge_size=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
         Status.FAILED,
