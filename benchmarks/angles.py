@@ -30,11 +30,11 @@ from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import (
     TrainingStage,
     UntrainedModel,
-    build_start,
-    fresh_model,
+    init_random_model,
     is_built,
+    train_and_save,
 )
-from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
+from adora_vl.builtin.tiny_vl import EncodedPrompts, answer_loss, language_settings
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import conversation
 from adora_vl.geometry.figure import figure_as_json
@@ -330,14 +330,14 @@ def _stage_loss(
     problems = [draw_angle_problem(rng, for_testing=False) for _ in range(batch_size)]
     prompts = [_token_ids(tokenizer, prompt_text(tokenizer, problem.text)) for problem in problems]
     answers = [_token_ids(tokenizer, responses(problem) + END_OF_TURN) for problem in problems]
-    return answer_loss(model, Encoded(prompts), answers, list(range(batch_size)))
+    return answer_loss(model, EncodedPrompts(prompts), answers, list(range(batch_size)))
 
 
 def begin_arithmetic(plan: AnglesStart) -> UntrainedModel:
     """Return a model with random weights, and its first stage of training: right workings."""
     tokenizer = task_tokenizer()
     config = _config(tokenizer, plan)
-    model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.arithmetic_seed)
+    model = init_random_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.arithmetic_seed)
     rng = random.Random(f"arithmetic/{plan.arithmetic_seed}")
 
     def loss_of(_: int) -> Tensor:
@@ -382,6 +382,6 @@ def build_angles_start(folder: Path, plan: AnglesStart) -> None:
     arithmetic = folder.with_name(f"arithmetic-{plan.arithmetic_seed}")
     first_plan = replace(plan, seed=0)
     if not is_built(arithmetic, asdict(first_plan)):
-        build_start(arithmetic, first_plan, begin_arithmetic)
+        train_and_save(arithmetic, first_plan, begin_arithmetic)
     if not is_built(folder, asdict(plan)):
-        build_start(folder, plan, partial(begin_taught, arithmetic=arithmetic))
+        train_and_save(folder, plan, partial(begin_taught, arithmetic=arithmetic))

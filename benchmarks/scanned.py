@@ -261,15 +261,15 @@ def start_folder(output: Path, plan: Plan, start: int) -> Path:
 
 def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> None:
     """Teach the plan's model on other problems with the training pictures; what is there stays."""
-    from adora_vl.builtin.small_model import build_start as build
     from adora_vl.builtin.small_model import is_built
-    from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
+    from adora_vl.builtin.small_model import train_and_save as build
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart, prepare_perimeter
 
     start_plan = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(start_plan)):
         rows = draw_rows(start_plan.rows, split="train", seed=start, pixels=plan["pixels"])
-        begin = partial(begin_perimeter, rows=rows, size=size_of(plan))
-        build(folder, start_plan, begin, device)
+        prepare = partial(prepare_perimeter, rows=rows, size=size_of(plan))
+        build(folder, start_plan, prepare, device)
 
 
 def runs_in_order(plan: Plan, pilot: bool) -> list[RunPlace]:

@@ -87,8 +87,8 @@ def _print_folder(name: str) -> None:
 
 def _build(options: argparse.Namespace, size: ModelSize) -> None:
     """Build the tiny model that the options ask for, and print how it was made."""
-    from adora_vl.builtin.builtin_data import STARTS
-    from adora_vl.builtin.small_model import build_start
+    from adora_vl.builtin.builtin_data import RECIPE_BY_TINY_MODEL
+    from adora_vl.builtin.small_model import train_and_save
     from adora_vl.builtin.tiny_vl import build_tiny_model
 
     if options.start == TINY_MODEL:
@@ -96,8 +96,8 @@ def _build(options: argparse.Namespace, size: ModelSize) -> None:
         plan = WarmStart(options.steps, short_prompt_steps, seed=options.seed)
         facts = build_tiny_model(options.output, plan, options.family, size)
     else:
-        start = STARTS[options.start]
-        facts = build_start(options.output, start.plan, start.begin)
+        recipe = RECIPE_BY_TINY_MODEL[options.start]
+        facts = train_and_save(options.output, recipe.plan, recipe.prepare)
     print(json.dumps(facts, indent=2))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from filelock import FileLock
 
 from adora_vl.builtin import WarmStart
-from adora_vl.builtin.small_model import UntrainedModel, build_start, is_built
-from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
-from adora_vl.builtin.tiny_text import TextStart, begin_text
-from adora_vl.builtin.tiny_vl import begin_tiny
-from adora_vl.builtin.tiny_zoom import ZoomStart, begin_zoom
+from adora_vl.builtin.small_model import UntrainedModel, is_built, train_and_save
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, prepare_perimeter
+from adora_vl.builtin.tiny_text import TextStart, prepare_text
+from adora_vl.builtin.tiny_vl import prepare_tiny
+from adora_vl.builtin.tiny_zoom import ZoomStart, prepare_zoom
 from adora_vl.config import AdoraScriptArguments
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.data.dataset import read_manifest
@@ -31,18 +31,18 @@ KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
 
 
 @dataclass(frozen=True)
-class Start:
-    """How a small model is built that a run may begin at."""
+class TinyModelRecipe:
+    """How a tiny model is built: the numbers of its training, and the function that prepares it."""
 
     plan: Any  # a dataclass with the numbers of its training
-    begin: Callable[[Any], UntrainedModel]  # builds the model and its training stages from the plan
+    prepare: Callable[[Any], UntrainedModel]  # builds model and training stages from the plan
 
 
-STARTS: dict[str, Start] = {
-    load.TINY_MODEL: Start(WarmStart(), begin_tiny),
-    load.TINY_PERIMETER_MODEL: Start(PerimeterStart(), begin_perimeter),
-    load.TINY_TEXT_MODEL: Start(TextStart(), begin_text),
-    load.TINY_ZOOM_MODEL: Start(ZoomStart(), begin_zoom),
+RECIPE_BY_TINY_MODEL: dict[str, TinyModelRecipe] = {
+    load.TINY_MODEL: TinyModelRecipe(WarmStart(), prepare_tiny),
+    load.TINY_PERIMETER_MODEL: TinyModelRecipe(PerimeterStart(), prepare_perimeter),
+    load.TINY_TEXT_MODEL: TinyModelRecipe(TextStart(), prepare_text),
+    load.TINY_ZOOM_MODEL: TinyModelRecipe(ZoomStart(), prepare_zoom),
 }
 
 
@@ -56,16 +56,16 @@ def resolve_model(name: str) -> str:
         name in FOLDER_BY_TINY_MODEL
         and (FOLDER_BY_TINY_MODEL[name] / "model.safetensors").is_file()
     )
-    if name not in STARTS or is_shipped:
+    if name not in RECIPE_BY_TINY_MODEL or is_shipped:
         return resolve_model_name(name)
     folder = cache_folder() / name
-    start = STARTS[name]
-    plan = asdict(start.plan)
+    recipe = RECIPE_BY_TINY_MODEL[name]
+    plan = asdict(recipe.plan)
     if not is_built(folder, plan):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if not is_built(folder, plan):  # another process may have built it meanwhile
-                build_start(folder, start.plan, start.begin)
+                train_and_save(folder, recipe.plan, recipe.prepare)
     return str(folder)
 
 

@@ -70,9 +70,10 @@ def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """Return a family's processor around a tokenizer.
+    """Return the processor class of a family with this tokenizer.
 
-    It takes images from one token up to 448 x 448 pixels. `family`: a `model_type`.
+    It takes images from one token up to 448 x 448 pixels. `family`: a `model_type`, such as
+    `qwen3_vl`.
     """
     vision = FAMILIES[family].vision
     assert vision is not None

@@ -27,13 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 
-def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """Build a model and draw its matrices from a seed; the caller's random state is left alone.
+def init_random_model(
+    make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Any:
+    """Build a model, and draw its weight matrices at random from a seed.
+
+    The caller's random state stays as it is. Biases and norms keep their initial values.
 
     Args:
         make: builds the model.
-        tokenizer: its tokens for padding and for the end of a turn are the model's too.
-        seed: of the draws.
+        tokenizer: the model's generation config gets its tokens for padding and the end of a turn.
+        seed: of the weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,20 +67,20 @@ def fit(
     learning_rate: float,
     dtype: str = "float32",
 ) -> float:
-    """Train a model in place with AdamW; return the mean loss of the last 50 steps.
+    """Train a model in place with AdamW, and return the mean loss of the last 50 steps.
 
-    The learning rate makes one cycle. Afterwards the model is in evaluation mode.
+    The learning rate follows torch's `OneCycleLR`. Afterwards the model is in evaluation mode.
 
     Args:
         model: in float32. Its weights stay so, since the last updates of a cycle are too small for
             bfloat16.
-        loss_of: returns the loss of a step by its number, ().
+        loss_of: returns the loss of a step by its number, a scalar tensor.
         steps: how many steps.
-        learning_rate: the highest of the cycle.
+        learning_rate: the peak of the schedule.
         dtype: in which losses are computed, `float32` or `bfloat16`.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=steps, pct_start=0.1
     )
     mixed_precision = torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
@@ -88,7 +92,7 @@ def fit(
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
+        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     model.eval()
@@ -97,11 +101,11 @@ def fit(
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """Steps of training with one cycle of the learning rate."""
+    """Steps of training with one `OneCycleLR` schedule of the learning rate."""
 
     steps: int
-    learning_rate: float  # the highest of the cycle
-    loss_of: Callable[[int], Tensor]  # returns the loss of a step by its number, ()
+    learning_rate: float  # the peak of the schedule
+    loss_of: Callable[[int], Tensor]  # returns the loss of a step by its number, a scalar tensor
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class UntrainedModel:
     dtype: str = "float32"  # in which losses are computed and weights are saved
 
 
-def build_start(
-    folder: Path, plan: Any, begin: Callable[[Any], UntrainedModel], device: str = "cpu"
+def train_and_save(
+    folder: Path, plan: Any, prepare: Callable[[Any], UntrainedModel], device: str = "cpu"
 ) -> dict[str, object]:
     """Build a small model by its plan, train it in stages, and save it; return how it was made.
 
@@ -127,11 +131,11 @@ def build_start(
     Args:
         folder: it appears complete or not at all; `build.json` in it has what is returned.
         plan: a dataclass with the numbers of the training.
-        begin: builds the model and its stages from the plan.
+        prepare: builds the model and its stages from the plan.
         device: where it is trained.
     """
-    check_place(folder)
-    untrained = begin(plan)
+    check_model_folder(folder)
+    untrained = prepare(plan)
     untrained.model.to(device)
     losses = []
     for stage in untrained.stages:
@@ -144,7 +148,7 @@ def build_start(
         )
         losses.append(round(loss, 4))
     saved_model = untrained.model.to("cpu", dtype=getattr(torch, untrained.dtype))
-    return save_built(
+    return save_model_and_facts(
         folder,
         model=saved_model,
         processor=untrained.processor,
@@ -154,17 +158,20 @@ def build_start(
     )
 
 
-_FACTS = "build.json"
+_FACTS_FILE = "build.json"
 
 
-def check_place(folder: Path) -> None:
-    """Raise `UserError` unless `folder` is absent, empty or a model that was built here."""
+def check_model_folder(folder: Path) -> None:
+    """Raise `UserError` for a folder that must not be replaced by a model.
+
+    It may be absent or empty, or hold a model that was built here, which has a `build.json`.
+    """
     check_folder("output", folder.parent)
     with naming_write_errors("output", folder):
         exists = folder.exists()
         if exists and not folder.is_dir():
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
-        if exists and any(folder.iterdir()) and not (folder / _FACTS).is_file():
+        if exists and any(folder.iterdir()) and not (folder / _FACTS_FILE).is_file():
             raise UserError(
                 f"output: {str(folder)!r} holds something else than a tiny model; choose another "
                 "folder"
@@ -174,15 +181,15 @@ def check_place(folder: Path) -> None:
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
     """Return whether `folder` holds a model that was built by this plan.
 
-    `plan`: its fields by name.
+    `plan`: the numbers of the training by name, such as `{"steps": 1800, "seed": 1}`.
     """
     has_weights = (folder / "model.safetensors").is_file()
-    stored_plan = read_json_object(folder / _FACTS).get("plan")
+    stored_plan = read_json_object(folder / _FACTS_FILE).get("plan")
     # The plan was stored as JSON, in which tuples become lists.
     return has_weights and bool(stored_plan == json.loads(json.dumps(plan)))
 
 
-def save_built(
+def save_model_and_facts(
     folder: Path,
     model: "PreTrainedModel",
     processor: "ProcessorMixin",
@@ -208,5 +215,5 @@ def save_built(
     with naming_write_errors("output", folder), replacing_folder(folder) as new_folder:
         model.save_pretrained(new_folder)
         processor.save_pretrained(new_folder)
-        (new_folder / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        (new_folder / _FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return facts

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.small_model import TrainingStage, UntrainedModel
-from adora_vl.builtin.tiny_vl import Encoded, answer_loss, build_model, encode
+from adora_vl.builtin.tiny_vl import EncodedPrompts, answer_loss, build_model, encode
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
@@ -41,19 +41,20 @@ class PerimeterStart:
 
 
 def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) -> str:
-    """Return an answer of the teacher: a guess, or a working with mistakes.
+    """Return an answer that the model is to learn: a guess, or a worked solution with mistakes.
 
-    A guess is one of the two usual digits. `sides`: the lengths of the figure's sides.
+    A guess is one of the two usual digits, which are right in half of the problems. `sides`: the
+    lengths of the figure's four sides. `plan` has the share of guesses and of mistakes.
     """
     if rng.random() < plan.guesses:
         return write_guess(rng)
     return write_working(rng, sides, slip_share=plan.slips)
 
 
-def begin_perimeter(
+def prepare_perimeter(
     plan: PerimeterStart, rows: list[Row] | None = None, size: ModelSize | None = None
 ) -> UntrainedModel:
-    """Return a small model, and the two stages of its training.
+    """Return a small model, and the two stages of its training: on right answers, then a teacher's.
 
     Args:
         plan: the numbers of the training.
@@ -76,7 +77,7 @@ def begin_perimeter(
     second_stage_rng = random.Random(plan.seed)
 
     def batch_loss(
-        data: Encoded, rng: random.Random, answer_for: Callable[[tuple[int, ...]], str]
+        data: EncodedPrompts, rng: random.Random, answer_for: Callable[[tuple[int, ...]], str]
     ) -> Tensor:
         """Return the loss of a random batch; `answer_for` makes answers from the sides' lengths."""
         row_numbers = rng.sample(range(len(rows)), plan.batch_size)

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, fresh_model
-from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
+from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, init_random_model
+from adora_vl.builtin.tiny_vl import EncodedPrompts, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
 from adora_vl.synthetic.knights import generate
 
@@ -35,7 +35,7 @@ class TextStart:
     seed: int = 1
 
 
-def begin_text(plan: TextStart) -> UntrainedModel:
+def prepare_text(plan: TextStart) -> UntrainedModel:
     """Return the text-only model with random weights, and the stage of its training."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
@@ -43,7 +43,7 @@ def begin_text(plan: TextStart) -> UntrainedModel:
     ]
     tokenizer = build_tokenizer(texts)
     config = Qwen2Config(**language_settings(tokenizer))
-    model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.seed)
+    model = init_random_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.seed)
     rng = random.Random(plan.seed)
     prompts = list[Tensor]()
     answers = list[Tensor]()
@@ -57,7 +57,9 @@ def begin_text(plan: TextStart) -> UntrainedModel:
     def loss_of(_: int) -> Tensor:
         """Return the loss of a random batch, whatever the step."""
         row_numbers = rng.sample(range(len(prompts)), plan.batch_size)
-        return answer_loss(model, data=Encoded(prompts), answers=answers, row_numbers=row_numbers)
+        return answer_loss(
+            model, data=EncodedPrompts(prompts), answers=answers, row_numbers=row_numbers
+        )
 
     stage = TrainingStage(plan.steps, plan.learning_rate, loss_of)
     return UntrainedModel(model=model, processor=tokenizer, stages=[stage])

@@ -20,7 +20,12 @@ from transformers import (
 
 from adora_vl.builtin import DEFAULT_FAMILY, HEAD_SIZE, SHIPPED_SIZE, ModelSize, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
-from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, build_start, fresh_model
+from adora_vl.builtin.small_model import (
+    TrainingStage,
+    UntrainedModel,
+    init_random_model,
+    train_and_save,
+)
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """What the config of a family has beside what all of them share."""
+    """The entries of a family's config that other families do not have."""
 
     config: type[PreTrainedConfig]
     text: Mapping[str, object]  # entries of the language model's config
@@ -129,10 +134,19 @@ def build_config(
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> Any:
-    """Return the config of a small model of a family, whose vision tower is as large as its text."""
+    """Return the Transformers config of a small model.
+
+    Its vision tower has the width and depth of its language model.
+
+    Args:
+        tokenizer: its vocabulary is the model's.
+        family: the `model_type`, one of `TINY_FAMILIES`.
+        size: width, layers and dtype of the model.
+    """
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     family_vision = FAMILIES[family].vision
     assert family_vision is not None
+    # the entries that other families do not have
     family_config = _FAMILY_CONFIGS[family](size)
     rotary = {"rope_type": "default", "rope_theta": 1e4, **family_config.rotary}
     text = {
@@ -174,7 +188,7 @@ def build_model(
     """
     config = build_config(tokenizer, family, size)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
-    return fresh_model(make, tokenizer, seed)
+    return init_random_model(make, tokenizer, seed)
 
 
 # Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is
@@ -183,16 +197,19 @@ SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The prompts of rows as tensors."""
+class EncodedPrompts:
+    """The prompts of dataset rows as tensors, with the pixels of their images."""
 
     prompts: list[Tensor]  # each (T,), int64
     pixels: Tensor | None = None  # (rows, patches, values), half precision; None without images
     grids: Tensor | None = None  # (rows, 3): each image's (temporal, height, width) in patches
 
 
-def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> Encoded:
-    """Tokenize rows of one picture each, with a system prompt, and process their pictures."""
+def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> EncodedPrompts:
+    """Return the prompts of rows as tensors, with the processed pixels of their pictures.
+
+    `rows`: each has one picture, all of one size. `system_prompt`: begins every prompt.
+    """
     conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
     texts = [
         processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -204,25 +221,25 @@ def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> 
     prompts = []  # without padding
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         prompts.append(ids[mask.bool()])
-    # All pictures have one size, so each row has as many patches.
+    # All pictures have one size, so all rows have the same number of patches.
     patch_values = batch["pixel_values"].shape[-1]
     pixels = batch["pixel_values"].view(len(rows), -1, patch_values)
-    return Encoded(prompts=prompts, pixels=pixels.half(), grids=batch["image_grid_thw"])
+    return EncodedPrompts(prompts=prompts, pixels=pixels.half(), grids=batch["image_grid_thw"])
 
 
 Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 
 
 def answer_loss(
-    model: "PreTrainedModel", data: Encoded, answers: Answers, row_numbers: list[int]
+    model: "PreTrainedModel", data: EncodedPrompts, answers: Answers, row_numbers: list[int]
 ) -> Tensor:
-    """Return the mean loss over the tokens of the answers to some problems.
+    """Return the mean cross-entropy of the answers' tokens over a batch of problems.
 
     Args:
         model: computes the loss.
         data: the prompts of all problems.
-        answers: token ids of the answers, by the number of the problem.
-        row_numbers: the numbers of the chosen problems.
+        answers: token ids of the answers, each (T,), by the number of the problem.
+        row_numbers: the numbers of the problems in the batch.
     """
     sequences = []
     labels = []
@@ -246,7 +263,7 @@ def answer_loss(
 def token_loss(
     model: "PreTrainedModel", sequences: list[Tensor], labels: list[Tensor], **image_inputs: Tensor
 ) -> Tensor:
-    """Return the mean loss over the tokens whose label is not -100.
+    """Return the mean cross-entropy of the tokens whose label is not -100.
 
     Args:
         model: computes the loss.
@@ -274,9 +291,10 @@ def token_loss(
 def warm_start(
     model: "PreTrainedModel", processor: "ProcessorMixin", rows: list[Row], plan: WarmStart
 ) -> TrainingStage:
-    """Return the training stage in which the tiny model learns to answer as a teacher does.
+    """Return the training stage in which the tiny model learns to answer the problems of `rows`.
 
-    The teacher makes a typical mistake ("slip") in a share of its answers.
+    It learns the right worked solution of a row, or the wrong one (`slip`), which has a typical
+    mistake. `SLIPS` has the share of wrong ones for each family of problems.
 
     Args:
         model: the model.
@@ -287,7 +305,7 @@ def warm_start(
     rng = random.Random(plan.seed)
     with_short_prompt = encode(processor, rows, "Answer.")
     with_full_prompt = encode(processor, rows, SYSTEM_PROMPT)
-    # A row has the same answer in all steps, right or with the slip.
+    # A row has the same answer in all steps, the right or the wrong one.
     answers = []
     for row in rows:
         meta = row["meta"]
@@ -313,13 +331,18 @@ _VOCABULARY_ROWS = 2000
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
-def begin_tiny(
+def prepare_tiny(
     plan: WarmStart, family: str = DEFAULT_FAMILY, size: ModelSize = SHIPPED_SIZE
 ) -> UntrainedModel:
     """Return the tiny model with random weights, and the stage of its training.
 
     A plan of 0 steps has no stage. The default family's tokenizer is trained on the problems; other
     families have the tokenizer of the shipped model.
+
+    Args:
+        plan: the numbers of the training.
+        family: the `model_type`, one of `TINY_FAMILIES`.
+        size: width, layers and dtype of the model.
     """
     rows = []
     if plan.steps or family == DEFAULT_FAMILY:
@@ -353,6 +376,9 @@ def build_tiny_model(
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> dict[str, object]:
-    """Build a tiny model of a family and size in a folder, and return how it was made."""
-    begin = partial(begin_tiny, family=family, size=size)
-    return build_start(folder, plan or WarmStart(), begin)
+    """Build a tiny model of a family and size, train it, and save it in a folder.
+
+    Returns the content of `build.json` in that folder: the plan, final losses and versions.
+    """
+    prepare = partial(prepare_tiny, family=family, size=size)
+    return train_and_save(folder, plan or WarmStart(), prepare)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 SIZE = 448  # pixels of a drawn picture's side
-SEEN = 56  # pixels of its side as the model sees it
+SEEN_SIZE = 56  # pixels of its side as the model sees it
 SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
@@ -74,9 +74,9 @@ def zoom_call(corner: str) -> str:
     Its coordinates are pixels of the picture as the model sees it: the corner `top right` has x from
     49 to 56 and y from 0 to 7.
     """
-    side = SEEN // CELLS_PER_SIDE  # of a corner
-    x = 0 if "left" in corner else SEEN - side
-    y = 0 if "top" in corner else SEEN - side
+    side = SEEN_SIZE // CELLS_PER_SIDE  # of a corner
+    x = 0 if "left" in corner else SEEN_SIZE - side
+    y = 0 if "top" in corner else SEEN_SIZE - side
     call = json.dumps(
         {"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + side, "y2": y + side}}
     )
@@ -84,7 +84,7 @@ def zoom_call(corner: str) -> str:
 
 
 class _Teacher:
-    """Draws the examples of the two stages of training."""
+    """Draws conversations for the model to learn from, in the two stages of its training."""
 
     def __init__(self, processor: "ProcessorMixin", toolbox: Toolbox, plan: ZoomStart) -> None:
         self.processor = processor
@@ -94,28 +94,34 @@ class _Teacher:
 
     def prompt(self, corner: str) -> str:
         """Return the prompt that asks for the number in a corner, with the tools described."""
-        messages = conversation_with_images(
-            question_for_corner(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
-        )
+        question = question_for_corner(corner)
+        system_prompt = with_tools(SYSTEM, self.toolbox.schemas)
+        image_count = 1
+        messages = conversation_with_images(question, image_count, system_prompt)
         return str(
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
 
-    def corner_alone(self) -> Example:
-        """Return the picture of a single corner, and the number in it."""
+    def single_corner(self) -> Example:
+        """Return an example of the first stage: the picture of one corner, and the number in it."""
         number = self.rng.randrange(10, 100)
         parts = [_prompt(_IMAGE), _completion(answer_with_number(number))]
         return Example(parts, images=[draw_corner_cell(self.rng, number)])
 
     def conversation(self) -> Example:
-        """Return a problem, mostly a call of `zoom` and the tool's reply, and an answer."""
+        """Return an example of the second stage: a problem, and how a teacher answers it.
+
+        The teacher guesses, or calls `zoom` and answers with the number that the tool shows. The
+        share of calls is in the plan.
+        """
         image, numbers = draw_numbered_corners(self.rng, SIZE)
         corner = self.rng.choice(CORNER_NAMES)
         calls_zoom = self.rng.random() < self.plan.calls
         if not calls_zoom:
             guess = answer_with_number(self.rng.randrange(10, 100))
             return Example([_prompt(self.prompt(corner)), _completion(guess)], images=[image])
-        # Half of the calls are for any corner: which one to look at is left to reinforcement.
+        # Half of the calls are for any corner: which one to look at is left to reinforcement
+        # learning.
         called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNER_NAMES)
         call = zoom_call(called_corner)
         reply = self.toolbox.answer(call, [image], seed="", is_last=False)
@@ -147,14 +153,14 @@ def _loss(
     processor: "ProcessorMixin",
     examples: list[Example],
 ) -> Tensor:
-    """Return the mean loss over the tokens that the model learns to say."""
+    """Return the mean cross-entropy of the tokens that the model learns to write."""
     images = []
     for example in examples:
         for image in example.images:
-            images.append(image.resize((SEEN, SEEN), Image.Resampling.BICUBIC))
+            images.append(image.resize((SEEN_SIZE, SEEN_SIZE), Image.Resampling.BICUBIC))
     image_inputs = processor.image_processor(images=images, return_tensors="pt")
     image_id = model.config.image_token_id
-    tokens_per_image = (SEEN // 28) ** 2
+    tokens_per_image = (SEEN_SIZE // 28) ** 2
     sequences = []
     labels = []
     for example in examples:
@@ -194,24 +200,26 @@ def _shipped_model_with(processor: "ProcessorMixin", seed: int) -> Any:
     return model
 
 
-def begin_zoom(plan: ZoomStart) -> UntrainedModel:
+def prepare_zoom(plan: ZoomStart) -> UntrainedModel:
     """Return the shipped tiny model with another vocabulary, and the two stages of its training."""
-    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
+    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN_SIZE**2, SEEN_SIZE**2, 28))
     system = with_tools(SYSTEM, toolbox.schemas)
     # The text around each problem, which the tokenizer learns to write with few tokens.
-    frame = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    surrounding_text = (
+        f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    )
     texts = [
         zoom_call(corner) + answer_with_number(number) + question_for_corner(corner)
         for corner in CORNER_NAMES
         for number in range(10, 100)
     ]
-    processor = build_processor([*[frame] * 200, *texts])
+    processor = build_processor([*[surrounding_text] * 200, *texts])
     model = _shipped_model_with(processor, plan.seed)
     teacher = _Teacher(processor, toolbox, plan)
 
     def reading_loss(_: int) -> Tensor:
         """Return the loss of the first stage, in which the model learns to read numbers."""
-        examples = [teacher.corner_alone() for _ in range(2 * plan.batch_size)]
+        examples = [teacher.single_corner() for _ in range(2 * plan.batch_size)]
         return _loss(model, processor, examples)
 
     def conversation_loss(_: int) -> Tensor:

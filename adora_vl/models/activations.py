@@ -119,10 +119,10 @@ def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
 
 
 def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
-    """Return what an MLP saves for the backward pass, in bytes per token.
+    """Return what the MLP of a layer saves for the backward pass, in bytes per token.
 
     SwiGLU saves the gate, its activation, the up projection and their product. A plain MLP saves
-    the input and the output of its GELU.
+    the input and the output of its GELU. All are in the dtype of matrix products, `compute`.
     """
     saved_tensors = 4 if tower.has_swiglu else 2
     return saved_tensors * tower.mlp_width * dtypes.compute

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset, IterableDataset
 
-from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
+from adora_vl.builtin.builtin_data import (
+    KNIGHTS_DATA,
+    RECIPE_BY_TINY_MODEL,
+    SYNTHETIC_DATA,
+    data_folders,
+)
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
@@ -95,8 +100,8 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     manifests = [read_manifest(Path(folder)) for folder in folders]
     sources = [manifest.get("source") for manifest in manifests if manifest is not None]
     all_built_in = all(source in (SYNTHETIC_DATA, KNIGHTS_DATA) for source in sources)
-    # `STARTS` has the built-in models by name.
-    if all_built_in or model_name not in STARTS:
+    # `RECIPE_BY_TINY_MODEL` has the built-in models by name.
+    if all_built_in or model_name not in RECIPE_BY_TINY_MODEL:
         return []
     return [
         f"{model_name} knows the drawn problems alone: on others expect no right answer. `python -m eval "

@@ -133,9 +133,9 @@ def _describe_drawn(
     arguments: Mapping[str, Any],
     further_columns: tuple[str, ...] = (),
 ) -> DrawnDataset:
-    """Return a drawn data set with the description that its manifest will have.
+    """Return a data set of generated rows, with the description that its manifest will have.
 
-    A cached data set is used again if its manifest has the same description.
+    A data set in the cache is used again if its manifest has the same description.
 
     Args:
         source: the kind of data, `synthetic` or `knights`.

@@ -38,13 +38,13 @@ NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """Return where this package keeps what may be deleted, such as hashes of files.
+    """Return the folder where this package keeps what may be deleted, such as hashes of files.
 
     It is `ADORA_VL_HOME` of the environment, or else `adora_vl` in the user's cache folder.
     """
-    own_folder = os.environ.get("ADORA_VL_HOME")
-    if own_folder:
-        return Path(own_folder)
+    configured_folder = os.environ.get("ADORA_VL_HOME")
+    if configured_folder:
+        return Path(configured_folder)
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(user_cache) / "adora_vl"
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
+from adora_vl.builtin.small_model import fit, init_random_model, is_built, save_model_and_facts
 from adora_vl.builtin.tiny_vl import language_settings
 from benchmarks.attenuation.task import (
     ChainProblem,
@@ -130,7 +130,7 @@ def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None
         return
     tokenizer = _tokenizer()
     rng = random.Random(f"arithmetic/{number}" if number else "arithmetic")
-    model = fresh_model(
+    model = init_random_model(
         partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number
     )
 
@@ -138,7 +138,7 @@ def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None
         problem = _draw_problem(rng, start)
         return problem, problem.chain
 
-    save_built(
+    save_model_and_facts(
         folder,
         model=model,
         processor=tokenizer,
@@ -168,7 +168,7 @@ def build_start(folder: Path, arithmetic: Path, start: TeachingPlan, seed: int) 
         problem = _draw_problem(rng, start)
         return problem, teacher_answer(rng, problem)
 
-    save_built(
+    save_model_and_facts(
         folder,
         model=model,
         processor=tokenizer,

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.builtin.small_model import build_start
-from adora_vl.builtin.tiny_text import TextStart, begin_text
+from adora_vl.builtin.small_model import train_and_save
+from adora_vl.builtin.tiny_text import TextStart, prepare_text
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
@@ -258,7 +258,9 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     """
     model = tmp_path / "model"
     output_dir = tmp_path / "out"
-    build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
+    train_and_save(
+        model, TextStart(steps=2, batch_size=4, rows=8), prepare_text
+    )  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     run_command(
         [

@@ -79,9 +79,9 @@ def test_training_in_bfloat16_keeps_weights_that_bfloat16_would_round():
 def train_both_starts(plan: WarmStart, size: ModelSize) -> dict[str, torch.Tensor]:
     """The weights of a model after its stages, before they are saved."""
     from adora_vl.builtin.small_model import fit
-    from adora_vl.builtin.tiny_vl import begin_tiny
+    from adora_vl.builtin.tiny_vl import prepare_tiny
 
-    untaught = begin_tiny(plan, size=size)
+    untaught = prepare_tiny(plan, size=size)
     for stage in untaught.stages:
         fit(
             untaught.model,

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from adora_vl.builtin import WarmStart, builtin_data
-from adora_vl.builtin.builtin_data import STARTS
-from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.builtin_data import RECIPE_BY_TINY_MODEL
+from adora_vl.builtin.small_model import train_and_save
 from adora_vl.builtin.tiny_perimeter import PerimeterStart
 from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.builtin.tiny_vl import SLIPS
@@ -40,10 +40,12 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", RECIPE_BY_TINY_MODEL)
 def test_building_twice_gives_the_same_bytes(start, tmp_path):
     for name in ("a", "b"):
-        build_start(tmp_path / name, SHORT_PLAN_BY_START[start], STARTS[start].begin)
+        train_and_save(
+            tmp_path / name, SHORT_PLAN_BY_START[start], RECIPE_BY_TINY_MODEL[start].prepare
+        )
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "build.json"} <= set(files)
     for file in files:
@@ -85,7 +87,9 @@ def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_p
     name = "tiny_perimeter"
     monkeypatch.setitem(FOLDER_BY_TINY_MODEL, name, tmp_path / "nowhere")
     monkeypatch.setitem(
-        builtin_data.STARTS, name, builtin_data.Start(SHORT_PLAN_BY_START[name], STARTS[name].begin)
+        builtin_data.RECIPE_BY_TINY_MODEL,
+        name,
+        builtin_data.TinyModelRecipe(SHORT_PLAN_BY_START[name], RECIPE_BY_TINY_MODEL[name].prepare),
     )
     assert builtin_data.resolve_model(name) == str(tmp_path / name)
     written = (tmp_path / name / "model.safetensors").stat().st_mtime_ns

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from adora_vl.builtin.small_model import build_start
-from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, zoom_call
+from adora_vl.builtin.small_model import train_and_save
+from adora_vl.builtin.tiny_zoom import SEEN_SIZE, ZoomStart, _Teacher, prepare_zoom, zoom_call
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
@@ -25,14 +25,14 @@ def built_model(tmp_path_factory):
     """Build a model with one step in each stage of training; return its facts and its processor."""
     folder = tmp_path_factory.mktemp("zoom") / "model"
     plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
-    facts = build_start(folder, plan, begin_zoom)
+    facts = train_and_save(folder, plan, prepare_zoom)
     return facts, load_processor(str(folder))
 
 
 @pytest.fixture
 def toolbox():
     """Return the toolbox of a run with zoom."""
-    view = View(SEEN**2, SEEN**2, 28)
+    view = View(SEEN_SIZE**2, SEEN_SIZE**2, 28)
     return Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
 
 
@@ -79,9 +79,9 @@ def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
     picture, _ = draw_numbered_corners(random.Random(0), PICTURE_SIZE)
     reply = toolbox.answer(zoom_call(corner), [picture], seed="0", is_last=False)
     view: Any = reply.parts[2]
-    left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN
-    top_edge = 0 if "top" in corner else PICTURE_SIZE - SEEN
-    expected = picture.crop((left_edge, top_edge, left_edge + SEEN, top_edge + SEEN))
+    left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN_SIZE
+    top_edge = 0 if "top" in corner else PICTURE_SIZE - SEEN_SIZE
+    expected = picture.crop((left_edge, top_edge, left_edge + SEEN_SIZE, top_edge + SEEN_SIZE))
     assert view.tobytes() == expected.tobytes()
 
 

@@ -338,7 +338,7 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
         both_ready.wait()
         builtin_data.resolve_model("tiny_text")
 
-    monkeypatch.setattr(builtin_data, "build_start", build)
+    monkeypatch.setattr(builtin_data, "train_and_save", build)
     threads = [threading.Thread(target=resolve_tiny_text) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -366,7 +366,7 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
                 built.append(folder)
                 (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
-            monkeypatch.setattr(builtin_data, "build_start", build)
+            monkeypatch.setattr(builtin_data, "train_and_save", build)
             for _ in range(2):  # the second time it is up to date
                 assert builtin_data.resolve_model("tiny_text") == str(folder)
             assert built == [folder], "once, and not again"

@@ -10,8 +10,8 @@ import pytest
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
-from adora_vl.builtin.small_model import build_start
-from adora_vl.builtin.tiny_text import TextStart, begin_text
+from adora_vl.builtin.small_model import train_and_save
+from adora_vl.builtin.tiny_text import TextStart, prepare_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions, split_dry_run_options
@@ -89,7 +89,7 @@ def check_dry_run_of_config(name, tmp_path, capsys, data):
     if name == "tiny_zoom":  # where the user has not made them yet
         arguments += ["--dataset_name", str(tmp_path / "zoom")]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
-        build_start(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8), begin_text)
+        train_and_save(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8), prepare_text)
         arguments += [
             "--model_name_or_path",
             str(tmp_path / "model"),

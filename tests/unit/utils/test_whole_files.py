@@ -175,9 +175,9 @@ def write_merged_model(folder: Path) -> None:
 def write_tiny_model(folder: Path) -> None:
     """Save a tiny model into a folder, without building one."""
     from adora_vl.builtin import WarmStart
-    from adora_vl.builtin.small_model import save_built
+    from adora_vl.builtin.small_model import save_model_and_facts
 
-    save_built(
+    save_model_and_facts(
         folder / "tiny",
         SavesTwoFiles("config"),
         SavesTwoFiles("processor"),
