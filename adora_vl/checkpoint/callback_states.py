@@ -46,8 +46,7 @@ def restore_callback_states(
         states = saved if isinstance(saved, list) else [saved]
         newest = states[-len(callbacks_of_class) :]
         for callback, state in zip(callbacks_of_class, newest, strict=False):
-            for attribute, value in state["attributes"].items():
-                setattr(callback, attribute, value)
+            vars(callback).update(state["attributes"])
 
 
 def was_ended_by_callback(checkpoint: Path, callbacks: Sequence[TrainerCallback]) -> bool:
