@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.utils.cli import whole
+from adora_vl.utils.cli import integer_between
 from benchmarks.stand_in_server import FakeVLLMServer
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
@@ -120,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=3.0, help="that the server waits for a generation"
     )
     # The first two steps and the last two are no part of the means.
-    parser.add_argument("--steps", type=whole(5), default=12, help="of each run; 5 or more")
+    parser.add_argument(
+        "--steps", type=integer_between(5), default=12, help="of each run; 5 or more"
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = options.seconds, options.steps

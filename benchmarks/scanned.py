@@ -41,7 +41,7 @@ from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.evals.scoring.statistics import paired_t_interval
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
-from adora_vl.utils.cli import Parser, exit_code_of, number
+from adora_vl.utils.cli import Parser, exit_code_of, number_between
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_json_object
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
@@ -683,7 +683,7 @@ def command(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--rehearse", action="store_true", help="two steps of everything")
     parser.add_argument(
         "--minutes",
-        type=number(1, 10_000),
+        type=number_between(1, 10_000),
         default=math.inf,
         help="no run begins that would not end in time",
     )

@@ -9,11 +9,11 @@ from adora_vl.utils.cli import (
     Commands,
     Parser,
     exit_code_of,
-    optional,
+    integer_between,
+    none_or,
     path,
     path_or_id,
     text,
-    whole,
 )
 from data_prep.convert_command import add_convert
 from data_prep.drawn_commands import add_knights, add_synthetic
@@ -76,12 +76,12 @@ def parser() -> Parser:
     )
     inspect.add_argument("folder", type=path, metavar="DIR", help="the prepared folder")
     inspect.add_argument(
-        "--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html"
+        "--html", type=none_or(path), metavar="FILE", help="file for the page, default: DIR.html"
     )
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument(
         "--model",
-        type=optional(path_or_id),
+        type=none_or(path_or_id),
         metavar="M",
         help="measure problems with its tokenizer",
     )
@@ -106,13 +106,13 @@ def _add_geometry3k(commands: Commands) -> None:
     )
     add(
         "--input",
-        type=optional(path_or_id),
+        type=none_or(path_or_id),
         metavar="ID_OR_PATH",
         help=f"an id for hub (default: {GEOMETRY3K_PRESET.id}), else a path",
     )
     add(
         "--revision",
-        type=optional(text),
+        type=none_or(text),
         metavar="COMMIT",
         help="of the hub: commit, tag or branch, default: newest",
     )
@@ -125,15 +125,17 @@ def _add_geometry3k(commands: Commands) -> None:
         "logic-forms, facts: a table with the questions (messages, solution, images), whose "
         "diagrams are redrawn"
     )
-    add("--texts", type=optional(text), metavar="FILE", help=help_text)
+    add("--texts", type=none_or(text), metavar="FILE", help=help_text)
     add_cleaning(command)
     add(
         "--limit",
-        type=optional(whole(1)),
+        type=none_or(integer_between(1)),
         metavar="N",
         help="only N rows a split: the first, or with --seed a sample",
     )
-    add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
+    add(
+        "--seed", type=none_or(integer_between(0, MAX_SEED)), metavar="S", help="seed of the sample"
+    )
     command.set_defaults(run=_run_geometry3k)
 
 

@@ -10,12 +10,12 @@ from adora_vl.evals.options import options_from
 from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
-    number,
-    optional,
+    integer_between,
+    none_or,
+    number_between,
     path,
     path_or_id,
     text,
-    whole,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import add_cleaning, add_output
@@ -45,7 +45,7 @@ def add_convert(commands: Commands) -> None:
         help="a published data set, or rows of another trainer; for --columns",
     )
     help_text = "a table, a folder with one, or a hub id; default: that of the preset"
-    add("--input", type=optional(path_or_id), metavar="PATH_OR_ID", help=help_text)
+    add("--input", type=none_or(path_or_id), metavar="PATH_OR_ID", help=help_text)
     add(
         "--columns",
         nargs="+",
@@ -57,7 +57,7 @@ def add_convert(commands: Commands) -> None:
     _add_reading_options(command)
     add(
         "--name",
-        type=optional(text),
+        type=none_or(text),
         metavar="WORD",
         help="of the data set, for its rows' ids; default: the input's",
     )
@@ -96,7 +96,7 @@ def _add_reading_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--image-dir",
-        type=optional(path),
+        type=none_or(path),
         metavar="DIR",
         help="where paths of images begin, default: by the table; also of paths of another machine",
     )
@@ -119,20 +119,23 @@ def _add_split_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--test-share",
-        type=number(0, 0.99),
+        type=number_between(0, 0.99),
         default=0.0,
         metavar="SHARE",
         help="of train, to become the split test",
     )
     add(
         "--seed",
-        type=whole(0, MAX_SEED),
+        type=integer_between(0, MAX_SEED),
         default=0,
         metavar="S",
         help="of the test share, default: %(default)s",
     )
     add(
-        "--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split"
+        "--limit",
+        type=none_or(integer_between(1)),
+        metavar="N",
+        help="only the first N rows of every split",
     )
 
 
@@ -141,13 +144,13 @@ def _add_hub_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--revision",
-        type=optional(text),
+        type=none_or(text),
         metavar="COMMIT",
         help="of a hub id: commit, tag or branch",
     )
     add(
         "--subset",
-        type=optional(text),
+        type=none_or(text),
         metavar="NAME",
         help="of a hub id: one of its configurations",
     )

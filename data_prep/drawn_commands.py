@@ -18,9 +18,9 @@ from adora_vl.synthetic.knights import PEOPLE_RANGE, QUESTION_STYLES
 from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
-    optional,
+    integer_between,
+    none_or,
     path,
-    whole,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import add_output, number_range, options_set_by_user, refuse_options
@@ -42,7 +42,7 @@ def add_synthetic(commands: Commands) -> None:
     add = command.add_argument
     add(
         "--size",
-        type=whole(*PICTURE_SIDE_RANGE),
+        type=integer_between(*PICTURE_SIDE_RANGE),
         default=DEFAULT_SIZE,
         metavar="PIXELS",
         help="side length, default: %(default)s",
@@ -56,7 +56,7 @@ def add_synthetic(commands: Commands) -> None:
     )
     add(
         "--level",
-        type=whole(min(LEVELS), max(LEVELS)),
+        type=integer_between(min(LEVELS), max(LEVELS)),
         default=1,
         help="difficulty, 1 to 3, default: %(default)s",
     )
@@ -87,14 +87,14 @@ def add_knights(commands: Commands) -> None:
     add = command.add_argument
     add(
         "--people",
-        type=optional(_people_range),
+        type=none_or(_people_range),
         metavar="A-B",
         help="per puzzle, default: {}-{}".format(*PEOPLE_RANGE),
     )
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
     add(
         "--input",
-        type=optional(path),
+        type=none_or(path),
         metavar="PATH",
         help="parquet: the reference's data/kk, or a file of it",
     )
@@ -118,10 +118,19 @@ def _add_drawn(
     add_output(command)
     add = command.add_argument
     add(
-        "--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows"
+        "--rows",
+        type=integer_between(1, MAX_ROWS),
+        required=rows_required,
+        metavar="N",
+        help="training rows",
     )
-    add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
-    add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
+    add(
+        "--test-rows",
+        type=integer_between(0, MAX_ROWS),
+        metavar="M",
+        help=f"default: {DEFAULT_TEST_ROWS}",
+    )
+    add("--seed", type=integer_between(0, MAX_SEED), metavar="S", help="default: 0")
     command.set_defaults(run=run)
 
 
@@ -132,7 +141,7 @@ def _choice_count(word: str) -> int:
     """
     if word == "0":
         return 0
-    return whole(2, MAX_CHOICES)(word)
+    return integer_between(2, MAX_CHOICES)(word)
 
 
 def _split_names(word: str) -> tuple[str, ...]:
@@ -151,7 +160,7 @@ def _split_names(word: str) -> tuple[str, ...]:
 def _people_range(argument: str) -> tuple[int, int]:
     """Return the least and the largest number of people: (3, 5) for `3-5`, and (3, 3) for `3`."""
     range_text = argument if "-" in argument else f"{argument}-{argument}"
-    return number_range(range_text, separator="-", convert=whole(*PEOPLE_RANGE))
+    return number_range(range_text, separator="-", convert=integer_between(*PEOPLE_RANGE))
 
 
 _OPTIONS_OF_DRAWN_SOURCE = ("rows", "test_rows", "seed", "people")

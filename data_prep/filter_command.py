@@ -9,12 +9,12 @@ from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, de
 from adora_vl.evals.options import PROMPT_OF_TRAINING, add_options, options_from
 from adora_vl.utils.cli import (
     Commands,
-    number,
-    optional,
+    integer_between,
+    none_or,
+    number_between,
     path,
     path_or_id,
     text,
-    whole,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import number_range, refuse_options
@@ -29,16 +29,16 @@ def add_filter(commands: Commands) -> None:
         "filter", help="keep the problems that a model solves sometimes, by sampling answers"
     )
     add = command.add_argument
-    add("--input", type=optional(path), metavar="DIR", help="a folder that data_prep made")
+    add("--input", type=none_or(path), metavar="DIR", help="a folder that data_prep made")
     add(
         "--output",
-        type=optional(path),
+        type=none_or(path),
         metavar="DIR",
         help="the answers are kept in DIR.samples, to go on from",
     )
     add(
         "--attenuation",
-        type=optional(path),
+        type=none_or(path),
         metavar="PLACE",
         help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's "
         "folder, or on stored ones (DIR.samples, or a predictions file)",
@@ -64,11 +64,11 @@ def add_filter(commands: Commands) -> None:
 def _add_answer_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `filter` on where the answers come from, and how they are sampled."""
     add = command.add_argument
-    add("--model", type=optional(path_or_id), metavar="M", help="a model folder, a hub id, or tiny")
+    add("--model", type=none_or(path_or_id), metavar="M", help="a model folder, a hub id, or tiny")
     add_options(command, SamplingOptions)
     add(
         "--samples",
-        type=whole(1, MAX_SAMPLES),
+        type=integer_between(1, MAX_SAMPLES),
         default=8,
         metavar="N",
         help="per problem, default: %(default)s",
@@ -77,10 +77,10 @@ def _add_answer_options(command: argparse.ArgumentParser) -> None:
         "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
-    add("--predictions", type=optional(path), metavar="FILE.jsonl", help=help_text)
+    add("--predictions", type=none_or(path), metavar="FILE.jsonl", help=help_text)
     add(
         "--prompt",
-        type=optional(text),
+        type=none_or(text),
         default=PROMPT_OF_TRAINING,
         metavar="TEMPLATE",
         help="as adora_prompt of the training that the rows are for, or none; default: that of "
@@ -88,7 +88,7 @@ def _add_answer_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--temperature",
-        type=number(0.01, 100),
+        type=number_between(0.01, 100),
         default=1.0,
         metavar="T",
         help="default: %(default)s",
@@ -106,7 +106,7 @@ def _pass_rate_range(argument: str) -> tuple[float, float]:
         raise argparse.ArgumentTypeError(
             f"{argument!r} has no colon; write LOW:HIGH, such as 0.1:0.9"
         )
-    return number_range(argument, separator=":", convert=number(0, 1))
+    return number_range(argument, separator=":", convert=number_between(0, 1))
 
 
 def _check_filter_arguments(arguments: argparse.Namespace) -> None:

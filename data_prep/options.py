@@ -8,10 +8,10 @@ from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.conversion.workers import MAX_WORKERS, usable_cores
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, SMALLEST_TOKEN_SIDE, VISION_BY_FAMILY
 from adora_vl.utils.cli import (
-    number,
-    optional,
+    integer_between,
+    none_or,
+    number_between,
     path,
-    whole,
 )
 from adora_vl.utils.errors import UserError
 
@@ -39,7 +39,7 @@ def add_family(command: argparse.ArgumentParser) -> None:
 def add_cleaning(command: argparse.ArgumentParser) -> None:
     """Add the options on pictures, duplicates and refused rows, which several commands share."""
     add = command.add_argument
-    pixels = optional(whole(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))  # from one image token on
+    pixels = none_or(integer_between(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))  # from one image token on
     add(
         "--max-pixels",
         type=pixels,
@@ -55,7 +55,11 @@ def add_cleaning(command: argparse.ArgumentParser) -> None:
     add_family(command)
     help_text = "cleaning processes, default: the cores, here %(default)s"
     add(
-        "--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=help_text
+        "--workers",
+        type=integer_between(1, MAX_WORKERS),
+        default=usable_cores(),
+        metavar="N",
+        help=help_text,
     )
     add(
         "--keep-leaks",
@@ -64,7 +68,11 @@ def add_cleaning(command: argparse.ArgumentParser) -> None:
     )
     help_text = "largest share of unusable rows that is not an error, default: %(default)s"
     add(
-        "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=help_text
+        "--allow-quarantined",
+        type=number_between(0, 1),
+        default=MAX_SHARE,
+        metavar="SHARE",
+        help=help_text,
     )
 
 

@@ -21,7 +21,7 @@ from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.forms import LogicForm, read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
+from adora_vl.utils.cli import Commands, amount, integer_between, none_or, path, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value
@@ -345,20 +345,20 @@ def add_solve(commands: Commands) -> None:
     )
     add(
         "--golds",
-        type=optional(path),
+        type=none_or(path),
         metavar="TABLE",
         help="the labels: any table that convert reads",
     )
-    add("--output", type=optional(path), metavar="FILE", help="one line of JSON a problem")
+    add("--output", type=none_or(path), metavar="FILE", help="one line of JSON a problem")
     add(
         "--picture",
-        type=optional(path),
+        type=none_or(path),
         metavar="FILE.png",
         help="of a text: its figure, default: beside it",
     )
     add(
         "--limit",
-        type=optional(whole(1)),
+        type=none_or(integer_between(1)),
         metavar="N",
         help="only the first N problems, with labels of those with one",
     )

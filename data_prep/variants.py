@@ -41,7 +41,7 @@ from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, short_answer
-from adora_vl.utils.cli import MAX_SEED, Commands, amount, optional, path, whole
+from adora_vl.utils.cli import MAX_SEED, Commands, amount, integer_between, none_or, path
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output
@@ -541,17 +541,23 @@ def add_variants(commands: Commands) -> None:
     add_output(command)
     add(
         "--per",
-        type=whole(1, MAX_VARIANTS_PER_PROBLEM),
+        type=integer_between(1, MAX_VARIANTS_PER_PROBLEM),
         default=8,
         metavar="K",
         help="variants of each problem, default: %(default)s",
     )
-    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
-    add("--limit", type=optional(whole(1)), metavar="N", help="only the first N variants")
+    add(
+        "--seed",
+        type=integer_between(0, MAX_SEED),
+        default=0,
+        metavar="S",
+        help="default: %(default)s",
+    )
+    add("--limit", type=none_or(integer_between(1)), metavar="N", help="only the first N variants")
     add("--for-evaluation", action="store_true", help="of the test split, for measuring alone")
     add(
         "--workers",
-        type=whole(1, MAX_WORKERS),
+        type=integer_between(1, MAX_WORKERS),
         default=usable_cores(),
         metavar="N",
         help="processes, default: the cores, here %(default)s",

@@ -22,7 +22,7 @@ from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
-from adora_vl.utils.cli import Parser, exit_code_of, optional, path, path_or_id, read_mapping, text
+from adora_vl.utils.cli import Parser, exit_code_of, none_or, path, path_or_id, read_mapping, text
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
@@ -150,7 +150,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
         output_help = "needed: a folder; a run that is there is resumed"
         if subcommand == "score":
             output_help = "needed: a folder for score.json, or a file whose name ends in .json"
-        subparser.add_argument("--output", type=optional(path), help=output_help)
+        subparser.add_argument("--output", type=none_or(path), help=output_help)
         if subcommand == "score":
             _add_prediction_options(subparser)
         else:
@@ -164,7 +164,7 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `score` that say where the answers are and how their fields are named."""
     parser.add_argument(
         "--predictions",
-        type=optional(path),
+        type=none_or(path),
         metavar="FILE.jsonl",
         help="needed: answers that `infer` or another program made",
     )
@@ -182,14 +182,14 @@ def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> N
     """Add the options of asking a model, which `infer` and `run` have in common."""
     split = benchmark.split
     parser.add_argument(
-        "--data", type=optional(path_or_id), help="needed: a folder or file, or a hub id"
+        "--data", type=none_or(path_or_id), help="needed: a folder or file, or a hub id"
     )
     parser.add_argument("--split", type=text, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)
     parser.add_argument(
         "--config",
-        type=optional(path),
+        type=none_or(path),
         metavar="FILE.yaml",
         help="these options, with _ for -",
     )

@@ -25,7 +25,7 @@ from adora_vl.evals.records import (
 from adora_vl.evals.scoring.score import groups_from_metadata
 from adora_vl.evals.variants import add_variants, get_original_id, variant_lines
 from adora_vl.rewards import grade as grade_as_in_training
-from adora_vl.utils.cli import amount, optional, text, whole
+from adora_vl.utils.cli import amount, integer_between, none_or, text
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
 _METADATA_GROUPS = ("goal", "shapes", "family")
@@ -40,14 +40,14 @@ class PreparedDataOptions(DataOptions):
         help="the problem's text from its columns, or none for the problem alone; default: that "
         "of the model's own training, else with the choices listed",
         parser_default=PROMPT_OF_TRAINING,
-        type=optional(text),
+        type=none_or(text),
         metavar="TEMPLATE",
     )
     variants: int = option(
         0,
         help="ask so many variants of each problem too, from the folder <dataset>-variants, and "
         "compare (data_prep variants --for-evaluation makes them)",
-        type=whole(0),
+        type=integer_between(0),
         metavar="N",
     )
 

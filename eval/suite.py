@@ -29,7 +29,7 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import describe_scored_part
 from adora_vl.evals.scoring.files import write_score
 from adora_vl.evals.scoring.table import accuracy_text, align_columns
-from adora_vl.utils.cli import Parser, exit_code_of, optional, path
+from adora_vl.utils.cli import Parser, exit_code_of, none_or, path
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command
 
@@ -97,7 +97,7 @@ def build_parser() -> Parser:
     )
     add(
         "--data",
-        type=optional(path),
+        type=none_or(path),
         metavar="DIR",
         help="folders that are named as the benchmarks; default: the hub",
     )
@@ -110,7 +110,7 @@ def build_parser() -> Parser:
     )
     add(
         "--beside",
-        type=optional(path),
+        type=none_or(path),
         metavar="DIR",
         help="another model's --output; adds the paired differences to it",
     )

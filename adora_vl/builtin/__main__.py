@@ -21,7 +21,7 @@ from adora_vl.builtin import (
     WarmStart,
 )
 from adora_vl.models.load import TINY_MODEL, TINY_MODELS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, path, whole
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, integer_between, path
 from adora_vl.utils.errors import UserError
 
 
@@ -65,8 +65,8 @@ def _parser() -> Parser:
     parser.add_argument("--start", choices=TINY_MODELS, default=TINY_MODEL, help=by_default)
     parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help=by_default)
     steps_help = "of the warm start (%(default)s); 0: random weights"
-    parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=steps_help)
-    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
+    parser.add_argument("--steps", type=integer_between(0), default=defaults.steps, help=steps_help)
+    parser.add_argument("--seed", type=integer_between(0, MAX_SEED), default=defaults.seed)
     width_help = f"a multiple of {HEAD_SIZE}, the size of a head ({by_default})"
     parser.add_argument("--width", type=int, default=SHIPPED_SIZE.width, help=width_help)
     layers_help = f"of the language model and of the vision tower ({by_default})"

@@ -13,7 +13,7 @@ from adora_vl.config.sharding import (
     sharding_from_environment,
     sharding_from_file,
 )
-from adora_vl.utils.cli import Parser, number, path, whole
+from adora_vl.utils.cli import Parser, integer_between, number_between, path
 from adora_vl.utils.errors import UserError
 
 
@@ -47,8 +47,8 @@ def split_dry_run_options(arguments: Sequence[str]) -> tuple[DryRunOptions | Non
     # With SUPPRESS, the namespace has only the options that were set.
     parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
-    memory_gib = number(minimum=0.1, maximum=1e6)
-    count = whole(minimum=1)
+    memory_gib = number_between(minimum=0.1, maximum=1e6)
+    count = integer_between(minimum=1)
     converters = {
         "card_gib": memory_gib,
         "accelerate_config": path,

@@ -17,7 +17,7 @@ from adora_vl.config.trl_ranges import (
     PATH_KEYS,
     TYPE_BY_TRL_KEY,
 )
-from adora_vl.utils.cli import DuplicateKeyError, flow_mapping, read_json, shown
+from adora_vl.utils.cli import DuplicateKeyError, flow_mapping, read_json, short_repr
 from adora_vl.utils.convert import (
     MAPPING_IN_WORDS,
     annotation_by_field,
@@ -69,7 +69,9 @@ def _refuse_impossible_paths(key: str, value: object) -> None:
     for path in paths:
         problem = path_problem(path) if isinstance(path, str) else ""
         if problem:
-            raise UserError(f"{key}: {shown(path)} cannot be a path ({problem}); write another one")
+            raise UserError(
+                f"{key}: {short_repr(path)} cannot be a path ({problem}); write another one"
+            )
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
@@ -82,7 +84,7 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(
-            f"deepspeed: zero_optimization: {shown(zero)} is not a mapping with a stage from 0 to "
+            f"deepspeed: zero_optimization: {short_repr(zero)} is not a mapping with a stage from 0 to "
             "3, such as {stage: 2}; or leave deepspeed out, and launch with "
             "configs/accelerate/zero2.yaml"
         )

@@ -26,7 +26,7 @@ from adora_vl.conversion.problem import (
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.completion import last_adjacent_boxes
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import DuplicateKeyError, read_json, shown
+from adora_vl.utils.cli import DuplicateKeyError, read_json, short_repr
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
 _SMALL_LETTER = re.compile(r"\(?([a-h])[).]?")
@@ -75,7 +75,7 @@ def read_answer(
                 "Excel has made a date of it: give the column the format Text, and write it "
                 f"again, in {ROW_LOCATION}"
             )
-        raise row_error("field_type", f"{column!r} is {shown(value)}", remedy)
+        raise row_error("field_type", f"{column!r} is {short_repr(value)}", remedy)
     answer = _answer_in_solution(text, keeps_sentences=columns.text_answers)
     if columns.decimal_comma and isinstance(value, str):
         return answer._replace(text=with_decimal_points(answer.text, row_error))
@@ -136,7 +136,7 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
         number = ambiguous[0]
         raise row_error(
             "ambiguous_answer",
-            f"with decimal commas the number {shown(number)} may be two",
+            f"with decimal commas the number {short_repr(number)} may be two",
             f"write {number.replace('.', '')} or {number.replace('.', ',')} in {ROW_LOCATION}",
         )
     # Brackets whose commas stay are replaced by a NUL while the rest is rewritten.
@@ -272,7 +272,7 @@ def read_choices(
     if not items or len(texts) < len(items):
         raise row_error(
             "field_type",
-            f"{column_names!r} is {shown(value)}",
+            f"{column_names!r} is {short_repr(value)}",
             f"make it a list of texts or numbers, or null, in {ROW_LOCATION}",
         )
     options = _strip_option_letters(texts)
@@ -286,7 +286,7 @@ def read_choices(
         if worded_option is None:  # the mark has no number
             raise row_error(
                 "placeholder",
-                f"{column_names!r} is {shown(value)}, an option with the mark of an image",
+                f"{column_names!r} is {short_repr(value)}, an option with the mark of an image",
                 f"number its images as the problem does, in {ROW_LOCATION}",
             )
         worded_options.append(worded_option)
@@ -375,13 +375,11 @@ def option_letter(
         return matches.all_letters.pop()
     if matches.all_letters:
         wrong = (
-            f"the answer {shown(answer)} may be {' or '.join(sorted(matches.all_letters))} of "
-            f"{shown(list(choices))}"
+            f"the answer {short_repr(answer)} may be {' or '.join(sorted(matches.all_letters))} of "
+            f"{short_repr(list(choices))}"
         )
         raise row_error("ambiguous_answer", wrong, f"make the options differ in {ROW_LOCATION}")
-    wrong = (
-        f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
-    )
+    wrong = f"the answer {short_repr(answer)} is neither a letter of {short_repr(list(choices))} nor one of them"
     remedy = f"write one of {', '.join(letters)} in {ROW_LOCATION}"
     if letters_by_index:
         remedy = f"if it is an index say --answer-is index, or index-from-1, for {ROW_LOCATION}"

@@ -19,7 +19,7 @@ from adora_vl.conversion.problem import RowError
 from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import Row, stored_rows, write_split
 from adora_vl.rewards import grade
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import short_repr
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -213,7 +213,7 @@ def _contradiction_error(row: Row, contradiction: Contradiction) -> RowError:
         reason="contradiction",
         wrong=(
             f"its question and pictures are those of {other_row.origin} ({other_row.row_id}), "
-            f"where the answer is {shown(other_row.gold)} and not {shown(refused_row.gold)}"
+            f"where the answer is {short_repr(other_row.gold)} and not {short_repr(refused_row.gold)}"
         ),
         remedy=f"correct one of them, or remove {refused_row.origin}",
         original_files=[image["bytes"] for image in row["images"]],

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from adora_vl.conversion.chat import picture_in_part
 from adora_vl.conversion.problem import MAX_FILE_BYTES, ROW_LOCATION
 from adora_vl.data.images import UnreadableImageError, file_within, is_picture
-from adora_vl.utils.cli import read_json, shown
+from adora_vl.utils.cli import read_json, short_repr
 from adora_vl.utils.errors import nearest_choice
 
 _DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
@@ -81,13 +81,15 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
         raise PictureError(
-            "no_image", f"is {shown(value)}", f"put the picture, or its path, into {ROW_LOCATION}"
+            "no_image",
+            f"is {short_repr(value)}",
+            f"put the picture, or its path, into {ROW_LOCATION}",
         )
     text = value.strip()
     if text[:5].lower() == "data:":
         head = _DATA_URL.match(text)
         if not head:
-            why = f"is {shown(text)}, not a data URL of an image"
+            why = f"is {short_repr(text)}, not a data URL of an image"
             raise PictureError(
                 "not_base64", why, f"write data:image/png;base64,... in {ROW_LOCATION}"
             )
@@ -97,10 +99,10 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         try:
             return source.download(text)
         except Exception as error:  # of the hub's library, of the network, of the file system
-            why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
+            why = f"is {short_repr(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, f"check it in {ROW_LOCATION}") from error
     if _WEB_ADDRESS.match(text) and not text.lower().startswith(_FILE_URL):
-        why = f"is the address {shown(text)}, and nothing is downloaded"
+        why = f"is the address {short_repr(text)}, and nothing is downloaded"
         raise PictureError("not_a_file", why, f"put the picture itself into {ROW_LOCATION}")
     if len(text) > _LONGEST_PATH:
         return _decode_base64(text, "is a text that is neither a path nor Base64")
@@ -208,7 +210,7 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
     if source.folder is None or source.root is None:
         raise PictureError(
             "not_a_file",
-            f"is the path {shown(name)}, and there are no files",
+            f"is the path {short_repr(name)}, and there are no files",
             f"put the bytes into {ROW_LOCATION}",
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
@@ -232,7 +234,9 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
                     "name the folder that has the end of the path, with --image-dir DIR, for "
                     f"{ROW_LOCATION}"
                 )
-        raise PictureError(error.reason, f"is the path {shown(name)}, {wrong}", remedy) from error
+        raise PictureError(
+            error.reason, f"is the path {short_repr(name)}, {wrong}", remedy
+        ) from error
 
 
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
@@ -283,7 +287,7 @@ def resolve_path(name: str, source: ImageSource) -> Path:
         choices = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
             "file_missing",
-            f"is {shown(name)}, which may be {choices}",
+            f"is {short_repr(name)}, which may be {choices}",
             f"name one of them in {ROW_LOCATION}",
         )
     return _path_in_root(str(matches[0]), source) if matches else literal_path
@@ -323,17 +327,17 @@ def _read_file(name: str, source: ImageSource) -> bytes:
     try:
         if not file.is_file():  # a folder, a pipe, a device
             hint = _missing_file_hint(file, source.folder)
-            why = f"is {shown(name)}, where there is no file{hint}"
+            why = f"is {short_repr(name)}, where there is no file{hint}"
             raise PictureError("file_missing", why, f"put the file there for {ROW_LOCATION}")
         if file.stat().st_size > MAX_FILE_BYTES:
             raise PictureError(
                 "file_too_large",
-                f"is {shown(name)} of over {MAX_FILE_BYTES} bytes",
+                f"is {short_repr(name)} of over {MAX_FILE_BYTES} bytes",
                 f"shrink it for {ROW_LOCATION}",
             )
         return file.read_bytes()
     except OSError as error:
-        why = f"is {shown(name)}, which cannot be read ({error.strerror})"
+        why = f"is {short_repr(name)}, which cannot be read ({error.strerror})"
         raise PictureError("file_missing", why, f"make it readable for {ROW_LOCATION}") from error
 
 

@@ -26,7 +26,7 @@ from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
 from adora_vl.data.output import complete_or_absent, refuse_unknown_files, remove_quarantine_report
 from adora_vl.data.stored_images import stored_bytes
 from adora_vl.rewards.forms import parse_reference
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import short_repr
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _answer_warnings(row: Row) -> dict[str, str]:
         "letter": is_letter and _OPTIONS_IN_TEXT.search(problem) is None,
         "signs": has_signs and reference.reason == "not_read",
     }
-    example = f"{row['id']} ({shown(raw_answer, 40)})"
+    example = f"{row['id']} ({short_repr(raw_answer, 40)})"
     for name, is_met in conditions.items():
         if is_met:
             warnings[name] = example

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.problem import RowError
-from adora_vl.utils.cli import MultiLineUserError, amount, shown
+from adora_vl.utils.cli import MultiLineUserError, amount, short_repr
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
@@ -213,7 +213,7 @@ def warning_lines(manifest: Mapping[str, Any]) -> list[str]:
     for name, warning in (manifest.get("noted") or {}).items():
         example = warning["example"]
         if name == "instruction":  # a text, which may be long
-            example = shown(example, _MAX_EXAMPLE_CHARACTERS)
+            example = short_repr(example, _MAX_EXAMPLE_CHARACTERS)
         line = f"noted: {warning['rows']} of the rows {WARNING_TEXTS[name].format(example=example)}"
         if name == "instruction":
             line += (

@@ -45,7 +45,7 @@ from adora_vl.conversion.problem import (
     check_gold,
     collect_row_errors,
 )
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import short_repr
 
 _EMPTY_PICTURES: tuple[Any, ...] = (None, "", [], (), {"bytes": None, "path": None})
 # pandas and other libraries write these words into a text table where a row has no picture.
@@ -244,7 +244,7 @@ def _row_warnings(
     if parts.has_image_options:
         warnings["options"] = row_id
     if parts.extracted_answer:
-        warnings["stated"] = f"{row_id} ({shown(parts.extracted_answer, 40)})"
+        warnings["stated"] = f"{row_id} ({short_repr(parts.extracted_answer, 40)})"
     if parts.pictures.respelled:
         warnings["spelling"] = f"{row_id} ({parts.pictures.respelled})"
     if context.format_guess:
@@ -271,7 +271,7 @@ def _place_images_or_refuse(
         remedy = error.remedy
         if image_count == 0 and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        wrong = f"the problem {shown(problem)} {error.wrong}"
+        wrong = f"the problem {short_repr(problem)} {error.wrong}"
         raise row_error("placeholder", wrong, f"{remedy}, in {ROW_LOCATION}") from error
 
 
@@ -390,7 +390,7 @@ def _row_id(
     if not text.strip() or len(text) > _LONGEST_ID or not can_encode_utf8(text):
         raise row_error(
             "field_type",
-            f"{column!r} is {shown(value)}",
+            f"{column!r} is {short_repr(value)}",
             f"make it a text of up to {_LONGEST_ID} letters in {ROW_LOCATION}",
         )
     prefix = f"{context.name}/{context.split}/"
@@ -413,7 +413,7 @@ def _read_problem(
     if not isinstance(text, str) or not can_encode_utf8(text):
         value = parse_list_cell(record.get(column, MISSING), texts_only=True)
         remedy = f"make it a text, or a conversation with one question, in {ROW_LOCATION}"
-        raise row_error("field_type", f"{column!r} is {shown(value)}", remedy)
+        raise row_error("field_type", f"{column!r} is {short_repr(value)}", remedy)
     split_text = split_off_instruction(text)
     if split_text.instruction and context.drop_instruction:
         return split_text
@@ -487,7 +487,7 @@ def _read_pictures(record: Record, context: TableContext, row_error: MakeRowErro
         if not respelled:
             respelled_file = corrected_path(picture, context.image_source)
             if respelled_file:
-                respelled = f"{shown(picture)} is {shown(respelled_file)}"
+                respelled = f"{short_repr(picture)} is {short_repr(respelled_file)}"
     if not images and context.columns.requires_image:
         raise row_error("no_image", "images [] is empty", f"add the diagram in {ROW_LOCATION}")
     return _Pictures(images=tuple(images), respelled=respelled)
@@ -509,7 +509,7 @@ def _extra_text(value: object, column: str, row_error: MakeRowError) -> str | No
     if text is None or not can_encode_utf8(text):
         raise row_error(
             "field_type",
-            f"{column!r} is {shown(value)}",
+            f"{column!r} is {short_repr(value)}",
             f"make it a text or a number in {ROW_LOCATION}",
         )
     return text

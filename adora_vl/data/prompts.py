@@ -9,7 +9,7 @@ from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.utils.cli import printable, shown
+from adora_vl.utils.cli import printable, short_repr
 from adora_vl.utils.errors import UserError, did_you_mean
 
 # characters of a prompt on the screen; a longer one is a mistake, as `inspect` lists the longest
@@ -209,7 +209,7 @@ def _template_error(source: str, why: str) -> UserError:
     `why` says what is wrong, in words that follow the text of the template: `names no column`.
     """
     return UserError(
-        f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
+        f"adora_prompt: {short_repr(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
         "a brace"
     )
 

@@ -8,7 +8,7 @@ import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER, find_control_token
-from adora_vl.utils.cli import amount, shown
+from adora_vl.utils.cli import amount, short_repr
 from adora_vl.utils.errors import UserError
 
 _TEXT_COLUMNS = ("id", "problem", "answer")
@@ -27,11 +27,11 @@ def fault_in_row(row: Row) -> str | None:
     for column in _TEXT_COLUMNS:
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
-            return f"{column}: {shown(text)} is not a text; write it in, or remove the row"
+            return f"{column}: {short_repr(text)} is not a text; write it in, or remove the row"
     images = row.get("images")
     if not isinstance(images, list | tuple):
         return (
-            f"images: {shown(images)} is not a list; make it a list of images, [] for a problem "
+            f"images: {short_repr(images)} is not a list; make it a list of images, [] for a problem "
             "without any"
         )
     for number, image in enumerate(images):
@@ -48,16 +48,16 @@ def fault_in_row(row: Row) -> str | None:
     )
     if choices is not None and not is_list_of_texts:
         return (
-            f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open "
+            f"choices: {short_repr(choices)} is not a list of texts; make it one, or null for an open "
             "question"
         )
     fault = _fault_in_text(row["problem"], len(images))
     if fault:
-        return f"problem: {shown(row['problem'])} {fault}"
+        return f"problem: {short_repr(row['problem'])} {fault}"
     for choice in choices or ():
         fault = _fault_in_text(choice)
         if fault:
-            return f"choices: {shown(choice)} {fault}"
+            return f"choices: {short_repr(choice)} {fault}"
     return None
 
 

@@ -27,7 +27,7 @@ from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import amount, optional, whole
+from adora_vl.utils.cli import amount, integer_between, none_or
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder
 from adora_vl.utils.hub import notes_on_local_copy
@@ -57,12 +57,12 @@ class AskOptions(EngineOptions):
     output: Path
     """The folder of the answers."""
     limit: int | None = option(
-        None, help="use only the first N problems", type=optional(whole(1)), metavar="N"
+        None, help="use only the first N problems", type=none_or(integer_between(1)), metavar="N"
     )
     samples: int = option(
         1,
         help="answers per problem, for avg@k, pass@k",
-        type=whole(1, MAX_SAMPLES),
+        type=integer_between(1, MAX_SAMPLES),
         metavar="K",
     )
     view: str = option(

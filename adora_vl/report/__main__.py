@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import Parser, amount, exit_code_of, number, path, whole
+from adora_vl.utils.cli import Parser, amount, exit_code_of, integer_between, number_between, path
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--max-rollouts",
-        type=whole(1),
+        type=integer_between(1),
         default=20_000,
         metavar="N",
         help="of a run; evenly spaced steps are kept (default: 20,000)",
     )
     parser.add_argument(
         "--max-image-mb",
-        type=number(0, 1e6),
+        type=number_between(0, 1e6),
         default=30,
         metavar="MB",
         help="limit of all diagrams together (default: 30)",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Row
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import short_repr
 
 _MAX_EXAMPLES = 5  # how many reference answers the warning shows
 _MAX_ANSWER_CHARS = 60  # a longer answer is cut in the warning
@@ -60,10 +60,10 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     read_by_reference: dict[str, str] = {}
     # Not strict: the columns go on with the rollouts of other ranks, whose rows are not here.
     for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
-        reference_answer = shown(row.get("answer"), _MAX_ANSWER_CHARS)
+        reference_answer = short_repr(row.get("answer"), _MAX_ANSWER_CHARS)
         extracted_text = "no answer"
         if extracted_answer is not None:
-            extracted_text = shown(extracted_answer, _MAX_ANSWER_CHARS)
+            extracted_text = short_repr(extracted_answer, _MAX_ANSWER_CHARS)
         read_by_reference.setdefault(str(reference_answer), f"{extracted_text} ({reason})")
     examples = [
         f"  reference answer {reference_answer}, read {extracted_text}"

@@ -137,7 +137,7 @@ def quantile(values: Sequence[Any], share: float) -> Any:
     return sorted(values)[index]
 
 
-def shown(value: object, longest: int = 60) -> str:
+def short_repr(value: object, longest: int = 60) -> str:
     """Return a value as text for a message: in one line, cut after `longest` characters.
 
     None is `null`, as users write it.
@@ -271,7 +271,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 # Converters for argparse, which puts the name of the option before their message.
 
 
-def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+def integer_between(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """Return a converter of whole numbers from `minimum` to `maximum` for argparse."""
 
     def convert(text: str) -> int:
@@ -289,7 +289,9 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return convert
 
 
-def number(minimum: float, maximum: float, *, also: float | None = None) -> Callable[[str], float]:
+def number_between(
+    minimum: float, maximum: float, *, also: float | None = None
+) -> Callable[[str], float]:
     """Return a function for `type=` of argparse, which converts a text to a float within bounds.
 
     `also`: one more number that is allowed outside of the bounds; None for no other. For example,
@@ -328,7 +330,7 @@ def path_or_id(value: str) -> str:
     problem = path_problem(text(value))
     if problem:
         raise argparse.ArgumentTypeError(
-            f"{shown(value)} cannot be a path ({problem}); write another one"
+            f"{short_repr(value)} cannot be a path ({problem}); write another one"
         )
     return value
 
@@ -349,7 +351,7 @@ def is_no_value(word: str) -> bool:
     return word.strip().lower() in _WORDS_FOR_NO_VALUE
 
 
-def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+def none_or(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a converter that gives None for `none` and `null`, else what `convert` does."""
     return lambda word: None if is_no_value(word) else convert(word)
 
@@ -490,7 +492,7 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value_by_key) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         repeated_key = max(counts, key=counts.__getitem__)
-        raise DuplicateKeyError(f"{shown(repeated_key)} is given twice in one object")
+        raise DuplicateKeyError(f"{short_repr(repeated_key)} is given twice in one object")
     return value_by_key
 
 

@@ -23,7 +23,7 @@ from adora_vl.utils.cli import (
     is_null,
     parse_bool,
     read_json,
-    shown,
+    short_repr,
     split_list,
     yaml_value,
 )
@@ -521,5 +521,5 @@ def value_in_words(value: object) -> str:
     even if the number is a text, as every value of the command line is.
     """
     if isinstance(value, str) and not isinstance(_number_or_text(value), str):
-        return shown(value.strip(), _MAX_SHOWN_CHARACTERS).strip("'")
-    return shown(value, _MAX_SHOWN_CHARACTERS)
+        return short_repr(value.strip(), _MAX_SHOWN_CHARACTERS).strip("'")
+    return short_repr(value, _MAX_SHOWN_CHARACTERS)

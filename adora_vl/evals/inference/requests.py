@@ -13,7 +13,7 @@ from PIL import Image
 from adora_vl.data.images import MAX_PIXELS, SMALLEST_TOKEN_SIDE
 from adora_vl.data.prompts import SYSTEM_PROMPT, Message
 from adora_vl.evals.options import PROMPT_OF_TRAINING, option
-from adora_vl.utils.cli import MAX_SEED, number, optional, path_or_id, text, whole
+from adora_vl.utils.cli import MAX_SEED, integer_between, none_or, number_between, path_or_id, text
 from adora_vl.utils.openai_client import Endpoint, Reply
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class AnswerEngine(Protocol):
         ...
 
 
-_pixel_limit = optional(whole(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))
+_pixel_limit = none_or(integer_between(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ class SamplingOptions:
     revision: str | None = option(
         None,
         help="of the model on the hub; default: its newest",
-        type=optional(text),
+        type=none_or(text),
         metavar="NAME",
     )
     max_tokens: int = option(
-        2048, help="limit per answer; default 2048", type=whole(1, 2**20), metavar="N"
+        2048, help="limit per answer; default 2048", type=integer_between(1, 2**20), metavar="N"
     )
     dtype: str = option(
         "auto", help="auto: the model's own", choices=("auto", "float32", "bfloat16")
@@ -90,14 +90,14 @@ class SamplingOptions:
         help="or none; default: that of the model's own training, as its folder says, else the "
         "paper's",
         parser_default=PROMPT_OF_TRAINING,
-        type=optional(text),
+        type=none_or(text),
         metavar="TEXT",
     )
-    seed: int = option(0, help="default 0", type=whole(0, MAX_SEED), metavar="S")
+    seed: int = option(0, help="default 0", type=integer_between(0, MAX_SEED), metavar="S")
     batch_size: int | None = option(
         None,
         help="default: 256 for vllm, else 64",
-        type=optional(whole(1, 2**16)),
+        type=none_or(integer_between(1, 2**16)),
         metavar="N",
     )
 
@@ -108,7 +108,7 @@ class EngineOptions(SamplingOptions):
 
     model: str = option(
         help="needed: a model folder, a hub id, or tiny; with openai its name there",
-        type=optional(path_or_id),
+        type=none_or(path_or_id),
     )
     engine: EngineName = option(
         default_engine(), help="default: vllm where it is installed", choices=ENGINE_NAMES
@@ -116,17 +116,20 @@ class EngineOptions(SamplingOptions):
     base_url: str | None = option(
         None,
         help="of the server for openai; --model is its name there",
-        type=optional(text),
+        type=none_or(text),
         metavar="URL",
     )
     concurrency: int = option(
-        16, help="calls at once, with openai; default 16", type=whole(1, 1024), metavar="N"
+        16,
+        help="calls at once, with openai; default 16",
+        type=integer_between(1, 1024),
+        metavar="N",
     )
     timeout: float = option(
-        600.0, help="of a call; default 600", type=number(0.001, 86400), metavar="SECONDS"
+        600.0, help="of a call; default 600", type=number_between(0.001, 86400), metavar="SECONDS"
     )
     temperature: float = option(
-        0.0, help="0: greedy, the default", type=number(0.01, 100, also=0.0)
+        0.0, help="0: greedy, the default", type=number_between(0.01, 100, also=0.0)
     )
     tools: Sequence[str] = option(
         (),
@@ -137,13 +140,13 @@ class EngineOptions(SamplingOptions):
         metavar="TOOL",
     )
     max_tool_calling_iterations: int = option(
-        3, help="turns answered; default 3", type=whole(1), metavar="N"
+        3, help="turns answered; default 3", type=integer_between(1), metavar="N"
     )
     tool_options: ToolOptions | None = option(
         None,
         help="as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation "
         "with what tools say",
-        type=optional(text),
+        type=none_or(text),
         metavar="MAPPING",
     )
 

@@ -23,7 +23,7 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import amount, number, optional, path, text, whole
+from adora_vl.utils.cli import amount, integer_between, none_or, number_between, path, text
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
@@ -42,26 +42,32 @@ class ExtractionOptions(ScoreOptions):
     judge_url: str | None = option(
         None,
         help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1",
-        type=optional(text),
+        type=none_or(text),
     )
-    judge_model: str | None = option(None, help="its name there", type=optional(text))
+    judge_model: str | None = option(None, help="its name there", type=none_or(text))
     judge_cache: Path | None = option(
-        None, help="default: beside the score", type=optional(path), metavar="FILE.jsonl"
+        None, help="default: beside the score", type=none_or(path), metavar="FILE.jsonl"
     )
     judge_timeout: float = option(
-        60.0, help="of one call; default 60", type=number(0.001, 86400), metavar="SECONDS"
+        60.0, help="of one call; default 60", type=number_between(0.001, 86400), metavar="SECONDS"
     )
     judge_budget: int | None = option(
         None,
         help="calls at most, attempts counted; default: any",
-        type=optional(whole(0)),
+        type=none_or(integer_between(0)),
         metavar="N",
     )
     judge_attempts: int = option(
-        4, help="before a row counts as failed; default 4", type=whole(1, 100), metavar="N"
+        4,
+        help="before a row counts as failed; default 4",
+        type=integer_between(1, 100),
+        metavar="N",
     )
     judge_wait: float = option(
-        1.0, help="before a second try; doubles", type=number(0.001, 3600), metavar="SECONDS"
+        1.0,
+        help="before a second try; doubles",
+        type=number_between(0.001, 3600),
+        metavar="SECONDS",
     )
 
 

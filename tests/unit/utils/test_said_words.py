@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.utils.cli import amount, quantile, shown
+from adora_vl.utils.cli import amount, quantile, short_repr
 
 
 @given(st.integers(0, 10**9))
@@ -33,11 +33,11 @@ def test_a_value_is_shown_in_one_line_and_cut() -> None:
         def __repr__(self) -> str:
             return "a\n" * 50
 
-    assert shown(None) == "null"
-    assert shown("5") == "'5'"
-    assert shown(5) == "5"
+    assert short_repr(None) == "null"
+    assert short_repr("5") == "'5'"
+    assert short_repr(5) == "5"
     long_text = "x" * 100
-    assert shown(long_text) == "'" + "x" * 59 + "..."
-    shown_object = shown(LongRepresentation())
+    assert short_repr(long_text) == "'" + "x" * 59 + "..."
+    shown_object = short_repr(LongRepresentation())
     assert shown_object.startswith("a a a")
     assert len(shown_object) == 63
