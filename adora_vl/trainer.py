@@ -816,6 +816,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         state = self.parts.checkpoint_state
         # A signal or an error stops the training only after its checkpoint is written.
         ended = self.control.should_training_stop
+        # Transformers ends the training at the last step too, and a resumed run may have more steps.
+        ended_by_callback = ended and self.state.global_step < self.state.max_steps
         self.parts.epoch_end.note_save(self.state.global_step, ended=ended)
         metadata = state.unfinished_generation.metadata_to_save(
             self._first_micro_step, self._metadata()
@@ -828,7 +830,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             saved_metadata = state.save(
                 folder, metadata, self._first_micro_step, self._buffered_inputs
             )
-            return {**saved_metadata, ENDED_KEY: ended}
+            return {**saved_metadata, ENDED_KEY: ended_by_callback}
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 

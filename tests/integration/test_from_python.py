@@ -323,6 +323,17 @@ def test_early_stopping_ends_a_killed_run_where_it_ends_an_unkilled_one(tmp_path
     assert patient.train(resume_from_checkpoint=True).global_step == 4
 
 
+@pytest.mark.slow
+def test_a_run_that_is_killed_after_its_last_step_may_be_given_more_steps(tmp_path):
+    """It ended at step 2 since it had two steps, and not because a callback had ended it."""
+    # With any other schedule the learning rate depends on the number of steps.
+    keys = {"lr_scheduler_type": "constant"}
+    with pytest.raises(Killed):
+        build_trainer(tmp_path, callbacks=[KillAfterSave(2)], **keys).train()
+    longer = build_trainer(tmp_path, max_steps=3, **keys)
+    assert longer.train(resume_from_checkpoint=True).global_step == 3
+
+
 def epoch_figures(checkpoint: Path) -> list[Any]:
     """Return the figures of each line that a run has logged until a checkpoint.
 
