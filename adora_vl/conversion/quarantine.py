@@ -73,8 +73,10 @@ class Quarantine:
     def check(self, rows: int, stored: int, allowed_share: float, quarantine_folder: Path) -> None:
         """Refuse a source with too many unusable rows, which is probably broken as a whole.
 
+        Rows that were left out as leaks are usable in themselves, and do not count as unusable.
+
         Args:
-            rows: how many rows were read.
+            rows: how many rows were read, at least one.
             stored: how many of them are stored.
             allowed_share: the largest share that may be unusable.
             quarantine_folder: where the user will find the refused rows.
@@ -83,24 +85,29 @@ class Quarantine:
             MultiLineUserError: a larger share is unusable, or no row is stored. It has a line for each
                 reason.
         """
-        if self.unusable_count <= allowed_share * rows and stored:
-            return
         share = self.unusable_count / rows
+        if share <= allowed_share and stored:
+            return
+        finding = f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used"
+        if share > allowed_share:
+            finding += f", over the {allowed_share * 100:g}% allowed"
         # The share is rounded up, so that the option that is proposed suffices.
         percent = math.ceil(share * 100)
         remedy = "no row is left to use"
         if stored:
             remedy = f"mend them, or accept them with --allow-quarantined {percent / 100:.2f}"
+        # Leaks are no fault of the source. They are listed only where nothing else was refused.
+        lists_leaks = self.unusable_count == 0
+        if lists_leaks:
+            finding = f"input: all of {amount(rows, 'row')} are left out"
         reason_lines = []
         for reason, count in self.reason_counts.most_common():
-            # Leaks are no fault of the source. They are listed only where nothing else was refused.
-            if reason != LEAK or not self.unusable_count:
+            if reason != LEAK or lists_leaks:
                 first_fault = self._first_faults[reason]
                 reason_lines.append(f"{reason}: {amount(count, 'row')}, the first is {first_fault}")
         raise MultiLineUserError(
             [
-                f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used, over "
-                f"the {allowed_share * 100:g}% allowed",
+                finding,
                 *reason_lines,
                 f"all of them are in {quarantine_folder / QUARANTINE_NAME}; {remedy}",
             ]

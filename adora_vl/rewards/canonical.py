@@ -258,7 +258,8 @@ def _split_unit(text: str) -> tuple[str, str]:
     # The degrees inside of `\sin 30^\circ` are no unit of the value.
     has_function = _TRIGONOMETRIC_FUNCTION_PATTERN.search(text) is not None
     has_degrees = _ENDS_IN_DEGREES_PATTERN.search(text) is not None and not has_function
-    text = _DEGREES_AT_THE_END_PATTERN.sub(" ", _DEGREE_SIGN_PATTERN.sub(" ", text)).strip()
+    text = _DEGREE_SIGN_PATTERN.sub(" ", text)  # `30°`
+    text = _DEGREES_AT_THE_END_PATTERN.sub(" ", text).strip()  # `30 degrees`
     text = _without_brackets_of_unit(text)
     money = _LEADING_CURRENCY_SIGN_PATTERN.fullmatch(text)
     if money:

@@ -36,8 +36,9 @@ def current_reward_name(name: str) -> str:
 def current_column_name(name: str, function_names: Collection[str]) -> str:
     """Return the current name of a column of rewards, which a checkpoint may have by an older one.
 
-    TRL calls a column after its reward function: that of `adora` is `adora_reward`, and
-    `boxed_accuracy_reward` now. `function_names`: those of the run, which stay as they are.
+    TRL calls a column after its reward function. For example, `adora_reward` becomes
+    `boxed_accuracy_reward`, since the reward `adora` is called `boxed_accuracy` now.
+    `function_names`: those of the run, which stay as they are.
     """
     preset = name.removesuffix("_reward")
     if name in function_names or preset == name:

@@ -606,7 +606,7 @@ def _evaluate_root(
     """
     _, degree, radicand_tree = tree
     radicand = _evaluate(radicand_tree, unknown_values)
-    # Without a point the whole tree has no unknowns. With a point the radicand may still have none.
+    # Without values for unknowns the whole tree has none. With values the radicand may have none.
     is_constant_radicand = unknown_values is None or not unknown_names(radicand_tree)
     is_negative = radicand.is_real and radicand.value < 0
     if degree % 2 == 1 and is_constant_radicand and is_negative:

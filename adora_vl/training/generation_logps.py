@@ -78,12 +78,13 @@ class GenerationLogps:
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
-            # In a training some passes may be made later, or not at all. An evaluation has no later
-            # passes, so it makes the pass here if its loss needs one.
-            needs_old_pass = self.old_logps.loss_needs_any
             if is_training:
-                needs_old_pass = self.old_logps.needs_pass_over_generation
-            if needs_old_pass:
+                # Else passes over some micro-batches are made later, or none at all.
+                needs_old_pass_now = self.old_logps.needs_pass_over_generation
+            else:
+                # An evaluation has no later passes.
+                needs_old_pass_now = self.old_logps.loss_needs_any
+            if needs_old_pass_now:
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
                 # The loss is corrected by the ratio of the policy's probabilities to the engine's.
@@ -93,6 +94,7 @@ class GenerationLogps:
             if config.beta != 0.0:
                 batch["ref_per_token_logps"] = self._compute_reference_logps(compute_logps)
             if is_training and self.reference_guard.needs_check(self.context.state().global_step):
+                # It computes the policy's log-probabilities itself where the batch has none.
                 self.reference_guard.check(batch, self.context.policy_logps)
 
     def _compute_reference_logps(

@@ -395,10 +395,11 @@ class Pool:
             assessment: of the n groups that each rank has, with the numbers 0 to n - 1.
             refill: of the groups that were sampled to replace some, with the numbers from n on.
         """
-        # Only a run whose rollouts may wait for a later generation can have free slots.
-        slots = self.max_groups if self.allows_stale_rollouts else 0
+        # Only in a run whose rollouts may wait for a later generation a batch can have fewer groups
+        # than slots. In any other run the refill can only replace groups, as with 0 slots.
+        batch_slots = self.max_groups if self.allows_stale_rollouts else 0
         return [
-            schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), slots)
+            schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), batch_slots)
             for rank in range(assessment.num_ranks)
         ]
 

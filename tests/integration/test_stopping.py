@@ -143,12 +143,12 @@ def start_and_stop(
 
 
 def assert_one_whole_checkpoint(stopped: StoppedRun) -> None:
-    """Assert that a stopped run saved one whole checkpoint, of whichever optimizer step.
+    """Assert that a stopped run saved one whole checkpoint, and that its note names it.
 
-    Within a generation it holds the rollouts that are left.
+    A signal may come at any time, so the checkpoint may be of any optimizer step.
     """
     (checkpoint,) = stopped.saved
-    assert stopped.problems == [None]
+    assert stopped.problems == [None]  # nothing is wrong with it
     step = checkpoint_step(checkpoint)
     assert stopped.note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 

@@ -220,13 +220,8 @@ def _read_objects(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction
     except OSError as error:
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     lines = content.splitlines()
-    first_row = _parse_line(lines[0]) if lines else ""
-    # A first line whose values are all objects may be a whole file with a row under each id.
-    has_object_per_line = isinstance(first_row, dict) and not all(
-        isinstance(value, dict) for value in first_row.values()
-    )
     document: Any = None  # stays None for a file that is no single JSON value
-    if not has_object_per_line:
+    if not _begins_with_a_row(lines):
         with suppress(ValueError, RecursionError):
             document = read_json(content)
     if isinstance(document, list):
@@ -238,6 +233,20 @@ def _read_objects(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction
     else:
         for line in lines:
             yield _parse_line(line)
+
+
+def _begins_with_a_row(lines: Sequence[bytes]) -> bool:
+    """Return whether the first line is a row of its own, so that each line has to be one.
+
+    `{"pid": "1", "response": "B"}` is a row. `{"1": {"response": "B"}}` may be a whole file in one
+    line, with a row under each id, since all its values are objects.
+    """
+    if not lines:
+        return False
+    first_row = _parse_line(lines[0])
+    if not isinstance(first_row, dict):
+        return False
+    return not all(isinstance(value, dict) for value in first_row.values())
 
 
 def _parse_line(line: bytes) -> Prediction | str:

@@ -363,9 +363,16 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
 
 @pytest.mark.parametrize("case", TIE_CASES)
 def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
-    """`tds_by_tie_P` marks the groups that are attenuated by a tie alone."""
+    """`tds_by_tie_P` marks the groups that are attenuated only because of a tie.
+
+    In a tie the longest right rollout is as long as the mean of the wrong ones.
+    """
     lengths = torch.tensor([case.lengths])
-    groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
+    groups = Groups(
+        rewards_PG=torch.tensor([case.rewards]),
+        lengths_PG=lengths,
+        truncated_PG=lengths >= 100,
+    )
     assert weigh_groups(groups).tds_by_tie_P.tolist() == [case.is_tie]
     keeping_ties = weigh_groups(groups, Adora(ties="keep"))
     assert not keeping_ties.tds_by_tie_P.any(), "what is kept is no TDS group"

@@ -13,9 +13,11 @@ import pytest
 from PIL import Image
 
 from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
-from adora_vl.conversion.quarantine import Quarantine
+from adora_vl.conversion.problem import RowError
+from adora_vl.conversion.quarantine import LEAK, Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
+from adora_vl.utils.errors import UserError
 from tests.support.disk import file_contents
 from tests.support.geometry3k import (
     Damage,
@@ -284,8 +286,6 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
-    from adora_vl.conversion.problem import RowError
-
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")
     quarantine.add(
@@ -466,3 +466,18 @@ def test_a_bomb_is_refused_before_it_is_decoded(
         with pytest.raises(UnreadableImageError) as caught:
             clean_image(content)
         assert caught.value.reason == "image_too_large"
+
+
+def test_a_source_of_leaks_alone_is_refused_without_a_share_of_unusable_rows(tmp_path):
+    """Leaks are usable rows that a benchmark has too, so no share of unusable rows is exceeded."""
+    quarantine = Quarantine(tmp_path)
+    for number in range(3):
+        quarantine.add(
+            "train", RowError(f"r{number}", LEAK, "is in the test split", "leave it out")
+        )
+    with pytest.raises(UserError) as refusal:
+        quarantine.check(rows=3, stored=0, allowed_share=0.02, quarantine_folder=tmp_path)
+    message = str(refusal.value)
+    assert "input: all of 3 rows are left out" in message
+    assert f"{LEAK}: 3 rows, the first is r0" in message
+    assert "cannot be used, over" not in message

@@ -27,7 +27,8 @@ from data_prep.filter import (
     samples_folder,
 )
 
-PASS_RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
+SAMPLES_PER_ROW = 4
+PASS_RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ class SolvingModel:
     def __init__(self, drawn_data: Path, dies_after: int | None = None) -> None:
         rows = load_split(drawn_data, "train")
         # the right answer and the pass rate of each problem, by its text and its picture
-        self.golds = {
+        self.gold_and_pass_rate = {
             row["problem"] + str(row["images"][0].tobytes()): (row["answer"], rate)
             for row, rate in zip(rows, PASS_RATES, strict=True)
         }
@@ -69,12 +70,12 @@ class SolvingModel:
             question = request.messages[-1]["content"][-1]["text"] + str(
                 request.images[0].tobytes()
             )
-            gold, rate = self.golds[question]
-            is_right = self.asked[question] < 4 * rate
+            gold, pass_rate = self.gold_and_pass_rate[question]
+            # The first samples are right, and the others wrong.
+            is_right = self.asked[question] < SAMPLES_PER_ROW * pass_rate
             self.asked[question] += 1
-            answers.append(
-                Reply(rf"It is \boxed{{{gold}}}" if is_right else r"\boxed{-1}", 5, "stop", 9)
-            )
+            response = rf"It is \boxed{{{gold}}}" if is_right else r"\boxed{-1}"
+            answers.append(Reply(response, n_tokens=5, finish_reason="stop", n_prompt_tokens=9))
         return answers
 
 
@@ -91,7 +92,11 @@ def solving_model(drawn_data, monkeypatch):
 
 def run_filter(drawn_data, output, *arguments):
     """Run the command `filter`, with four samples of the model `tiny`, and return its exit code."""
-    sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in arguments else []
+    sampling = (
+        ["--model", "tiny", "--samples", str(SAMPLES_PER_ROW)]
+        if "--predictions" not in arguments
+        else []
+    )
     return main(
         ["filter", "--input", str(drawn_data), "--output", str(output), *sampling, *arguments]
     )

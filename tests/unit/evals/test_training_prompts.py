@@ -65,7 +65,11 @@ def test_what_is_exported_once_more_still_knows_its_prompts(
 def test_an_answer_ends_where_a_rollout_of_the_training_did(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its strings and tokens are in the fingerprint; a server is not told of them, and a line says so."""
+    """An evaluation takes over the strings and tokens at which rollouts of the training ended.
+
+    They are part of its fingerprint. A server is not told of them, and a line says so. The training
+    of `run_folder` had the string `</answer>` and the token 7.
+    """
     export(run_folder, tmp_path / "exported")
 
     for folder in (run_folder, tmp_path / "exported"):

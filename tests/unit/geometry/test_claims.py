@@ -344,7 +344,7 @@ def test_what_two_figures_with_one_answer_do_not_share_is_open() -> None:
     [
         (12.0, 12.0, None, True),
         (12.0, 12.02, None, False),
-        (16.0167, 16.0, 1, True),  # 0.6 %: rounded on the way
+        (16.0167, 16.0, 1, True),  # within 0.55 of the last digit, and within 0.6 %
         (4.2939, 4.29, 2, True),
         (4.2939, 4.35, 2, False),
         (0.41667, 0.42, 2, True),
@@ -355,7 +355,11 @@ def test_what_two_figures_with_one_answer_do_not_share_is_open() -> None:
 def test_values_are_equal_up_to_rounding(
     left: float, right: float, decimals: int | None, equal: bool
 ) -> None:
-    """`decimals` is how many the right value is written with; None: as many as it has."""
+    """Values differ by at most 0.55 units of the last digit, or by 0.6 % if that is more.
+
+    `decimals` is how many the value on the right is written with. None stands for an exact value,
+    which may differ by 0.1 %.
+    """
     assert are_equal_when_rounded(left, right, decimals) is equal
 
 
