@@ -273,9 +273,17 @@ class _SafeFunction:
             # A TimeoutError may come from the function itself, so the limit has to be asked.
             if time_limit.expired():
                 return self._record_failure(OverdueError(), arguments, None)
+            # As in `call`, the function is called again with each completion alone.
             completion_index = None
             if not isinstance(error, RewardValueError | UserError):
-                completion_index = await _find_failing_completion_async(self.function, arguments)
+                with (
+                    restoring_working_directory(self.folder),
+                    backstop(self.timeout),
+                    ending_forked_children(f"reward {self.name}"),
+                ):
+                    completion_index = await _find_failing_completion_async(
+                        self.function, arguments, self.timeout
+                    )
             return self._record_failure(error, arguments, completion_index)
 
     def _checked_rewards(
@@ -480,30 +488,40 @@ def _find_failing_completion(
 ) -> int | None:
     """Call the function with each completion alone, and return the index of the first that fails.
 
-    Returns None if no completion fails, or if a call takes too long.
+    Returns None if no completion fails, or if all calls together take longer than one call may.
     """
-    for index, single_arguments in enumerate(_single_completions(arguments)):
-        try:
-            with deadline(timeout):
-                function(**single_arguments)
-        except OverdueError:
-            return None
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            return index
+    try:
+        with deadline(timeout):
+            for index, single_arguments in enumerate(_single_completions(arguments)):
+                try:
+                    function(**single_arguments)
+                except (KeyboardInterrupt, OverdueError):
+                    raise
+                except BaseException:
+                    return index
+    except OverdueError:
+        return None
     return None
 
 
 async def _find_failing_completion_async(
-    function: Callable[..., Any], arguments: Mapping[str, Any]
+    function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    """Await the function with each completion alone; return the index of the first that fails."""
-    for index, single_arguments in enumerate(_single_completions(arguments)):
-        try:
-            await function(**single_arguments)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException:
-            return index
+    """Await the function with each completion alone; return the index of the first that fails.
+
+    Returns None if no completion fails, or if all calls together take longer than one call may.
+    """
+    async with asyncio.timeout(timeout) as time_limit:
+        for index, single_arguments in enumerate(_single_completions(arguments)):
+            try:
+                await function(**single_arguments)
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException:
+                if time_limit.expired():
+                    return None
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # the caller has cancelled the search
+                return index
     return None

@@ -790,6 +790,51 @@ def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
         assert failure.reason.startswith("it did not return within 0.2 s (adora_reward_timeout)")
 
 
+def test_the_search_for_the_completion_that_fails_has_a_time_limit_too():
+    """A function that fails on all completions together, and hangs on a single one, is not waited for.
+
+    After a failure it is called with each completion alone, to name the one on which it fails.
+    """
+
+    def hangs_on_one(completions: Any, **kwargs: Any) -> list[float]:
+        if len(completions) == 1:
+            time.sleep(60)
+        raise ValueError("too many")
+
+    async def hangs_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
+        if len(completions) == 1:
+            await asyncio.sleep(60)
+        raise ValueError("too many")
+
+    for function in (hangs_on_one, hangs_on_one_async):
+        start = time.monotonic()
+        _, [failure] = call_safely(function, timeout=0.2)
+        assert time.monotonic() - start < 10  # far less than the 60 s of its sleep
+        assert "too many" in failure.reason
+        assert "together" in failure.rows_in_words  # none is known to fail alone
+
+
+def test_a_search_that_the_caller_cancels_ends():
+    """Where another coroutine of the step fails, asyncio cancels this call: it has not failed."""
+    failures: list[RewardFailure] = []
+
+    async def hangs_on_one(completions: Any, **kwargs: Any) -> list[float]:
+        if len(completions) == 1:
+            await asyncio.sleep(60)
+        raise ValueError("too many")
+
+    async def cancel_in_the_search() -> None:
+        call = safe_call(hangs_on_one, "hangs", 30, failures)
+        task = asyncio.create_task(call(completions=["a", "b"]))
+        await asyncio.sleep(0.2)  # the first call has failed by then, and the second one hangs
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_in_the_search())
+    assert failures == []
+
+
 def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
     """The deadline of a call uses the same timer of the process as, for example, pytest-timeout."""
     timer_before = signal.getitimer(signal.ITIMER_REAL)
