@@ -192,7 +192,8 @@ class Draft:
 
         They may say so in an equation, or give both the same size.
         """
-        sizes: list[str] = []
+        # A set, since a fact that is given twice makes no two parts equal.
+        sized_parts: set[tuple[frozenset[str], str]] = set()
         for fact in self.facts:
             if not fact.is_equation:
                 continue
@@ -200,8 +201,10 @@ class Draft:
             if all(parts) and parts[0] != parts[1]:
                 return True
             if parts[0] and not fact.arguments[1].arguments:
-                sizes.append(f"{fact.arguments[0].head} {fact.arguments[1].head}")
-        return len(set(sizes)) < len(sizes)
+                size = f"{fact.arguments[0].head} {fact.arguments[1].head}"
+                sized_parts.add((parts[0], size))
+        distinct_sizes = {size for _, size in sized_parts}
+        return len(distinct_sizes) < len(sized_parts)
 
 
 def _gives_right_angle(fact: Term) -> bool:

@@ -190,6 +190,7 @@ def test_a_text_and_its_logic_form_are_one_problem() -> None:
         ("AB = foo, find AB", "'foo' is no word that is known"),
         ("triangle ABCD, find AB", "a triangle has 3 corners, and ABCD names 4"),
         ("isosceles triangle ABC, find AB", "write such as AB = AC"),
+        ("isosceles triangle ABC, AB = 5, BA = 5, find BC", "write such as AB = AC"),
         ("right triangle ABC, AB = 3, find AC", "write such as angle ABC = 90"),
         ("AB : BC = 1 : 2 : 3, find AB", "not as many parts"),
         ("triangle ABC, find the side", "which side is meant"),
