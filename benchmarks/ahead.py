@@ -65,6 +65,7 @@ def seconds_by_part(
         vocabulary=200, tokens=ANSWER_TOKENS, seconds_per_token=waiting / COMPLETION_LIMIT
     )
     if uneven:
+        # Factors of the waiting time, 0.5 and 1.5 by turns, whose mean is 1.
         server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
         "config": "configs/train/smoke_cpu.yaml",

@@ -146,8 +146,10 @@ def _is_drawable(problem: AngleProblem) -> bool:
     values = {**problem.labels, **problem.values()}
     sizes = list(values.values())
     if problem.kind.name == "sums":
-        sizes.append(values["AEB"] - values["ADB"])  # the angle CAD
-        sizes.append(180 - values["ADC"])  # the figure bulges at D
+        # The angle CAD, since AEB is the outer angle of the triangle AED at E.
+        sizes.append(values["AEB"] - values["ADB"])
+        # What ABCD bends at D: AC and BD are its diagonals, so it bends outwards at each corner.
+        sizes.append(180 - values["ADC"])
     return all(SMALLEST_ANGLE <= size <= LARGEST_ANGLE for size in sizes)
 
 
@@ -155,7 +157,8 @@ def _is_drawable(problem: AngleProblem) -> bool:
 def _problems_by_answer(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProblem]]:
     """Return all problems of a kind that are for testing, or are not, by their answer.
 
-    Of each answer one in `TEST_SHARE` is for testing, by a hash: no model is taught or trained on it.
+    Of the problems with each answer one in `ONE_IN_FOR_TESTING` is for testing. They are chosen by
+    a hash, and no model is taught or trained on them. The given angles are from 20 to 120 degrees.
     """
     by_answer: dict[int, list[AngleProblem]] = {}
     sizes = range(20, 125, kind.unit)
@@ -174,7 +177,7 @@ def _problems_by_answer(kind: FigureKind, *, for_testing: bool) -> Mapping[int, 
 
 
 def draw_angle_problem(rng: random.Random, *, for_testing: bool) -> AngleProblem:
-    """Return a problem of one of the splits, most with one of the `USUAL` answers."""
+    """Return a problem of one of the splits, most with one of the `USUAL_ANSWERS`."""
     kind = rng.choice(FIGURE_KINDS)
     pool = _problems_by_answer(kind, for_testing=for_testing)
     answer = rng.choice(USUAL_ANSWERS) if rng.random() < USUAL_ANSWER_SHARE else rng.choice([*pool])

@@ -198,8 +198,13 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 def measure_throughput(count: int, seed: int) -> None:
-    """Grade `count` responses, and print the times, the verdicts and the memory."""
+    """Grade `count` responses, and print the times, the verdicts and the memory.
+
+    Honest responses and attacks are timed apart. The memory is looked at after each eighth of the
+    responses, since a leak would show as steady growth.
+    """
     drawn = draw_cases(count, seed)
+    # Stands before each answer, as the working of a real response does.
     thought = "The triangle is right, so I use $a^2 + b^2 = c^2$ and {2} \\frac{1}{2}. " * 20
     verdicts: Counter[str] = Counter()
     # No grade is kept, so that memory which grows is the grader's.

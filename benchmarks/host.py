@@ -68,7 +68,11 @@ class MeasuredWork:
 
 
 def process_prompts(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProcessor:
-    """Hand the tokens of one rollout to vLLM's front end, one decode step after the other."""
+    """Hand the tokens of one rollout to vLLM's front end, one decode step after the other.
+
+    With `flat` it keeps their log-probabilities in lists of numbers, as ours does; otherwise it
+    makes an object for each, as vLLM does by default.
+    """
     processor = LogprobsProcessor(
         tokenizer=None,
         logprobs=create_sample_logprobs(flat),
@@ -95,7 +99,12 @@ def simple_words(text: str) -> dict[str, int]:
 
 
 def build_works(rollouts: int, length: int) -> list[MeasuredWork]:
-    """Return the pieces of work for so many rollouts of so many tokens."""
+    """Return the pieces of work for so many rollouts of so many tokens.
+
+    The second piece is a part of the first: it only reads log-probabilities that are there already.
+    The answers have three entries of `_ANSWER_WORDS` for four tokens, and about half of them end
+    with a reflective word.
+    """
     draw = random.Random(0)
     tokens = [draw.randrange(150_000) for _ in range(length)]
     logps = [-draw.random() for _ in range(length)]
@@ -105,7 +114,7 @@ def build_works(rollouts: int, length: int) -> list[MeasuredWork]:
     numbers = [process_prompts(tokens, logps, flat=True).logprobs for _ in range(few)]
 
     def rollouts_logps(flat: bool) -> list[list[float]]:
-        """Collect the log-probabilities of a generation, and read them at its end.
+        """Return the log-probabilities of a generation, which are collected and then read.
 
         The engine returns its answers together, so those of all rollouts are in memory until then.
         """

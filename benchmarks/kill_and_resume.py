@@ -114,7 +114,11 @@ def run_training_command(folder: Path, options: argparse.Namespace, kill: str = 
 
 
 def train_until_killed(arguments: list[str]) -> int:
-    """Return the training command with a timer that kills it once a phase of a step has begun."""
+    """Run the training command, and return its exit code.
+
+    It is killed on its way where the environment variable ADORA_KILL says so: a timer starts as
+    soon as the phase of the step begins.
+    """
     from adora_vl.train import main
 
     if os.environ.get(KILL_VARIABLE):
@@ -138,7 +142,11 @@ def patched_place_of_phase(phase: str) -> tuple[type[GRPOTrainer], object, str]:
 
 
 def kill_in_phase(phase: str, step: str, delay: str, rank: str = "") -> None:
-    """Patch the place where `phase` begins."""
+    """Let this process die `delay` seconds after `phase` begins, in `step` or the first one behind.
+
+    It dies by SIGKILL with all processes of the run, its process group. With `rank` the process of
+    that rank dies alone, and nothing is patched in the others.
+    """
     if rank and os.environ.get("RANK") != rank:
         return
     die = (os.kill, (os.getpid(), signal.SIGKILL)) if rank else (os.killpg, (0, signal.SIGKILL))
@@ -214,7 +222,11 @@ def hash_recorded_rollouts(folder: Path) -> dict[str, str]:
 
 
 def describe_differences(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
-    """Return one line per difference."""
+    """Return one line per difference: each step's figures, rollouts, tables, and final weights.
+
+    Of a step only the first figure that differs is named. That no rollouts were recorded counts as
+    a difference, since nothing would be compared then.
+    """
     lines = []
     for step, figures in reference["steps"].items():
         killed_step = killed["steps"].get(step, {})
@@ -272,6 +284,7 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
     print(f"{'start':>5}  {'killed in':<12}{'at step':>8}{'after s':>9}  {'went on from'}")
     for number, kill in enumerate([*options.kills.split(","), ""]):
         phase, _, step = kill.partition(":")
+        # Short enough for the kill to fall into its phase, of which these two are shorter.
         delay = rng.uniform(0, 0.05 if phase in ("grading", "saving") else 0.3)
         before = sorted(
             (int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True
@@ -289,6 +302,10 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    """Run the comparison, and return its exit code: 1 where the runs differ by more than noise.
+
+    With `--child` before the other words the process is a run itself.
+    """
     if sys.argv[1:2] == [CHILD_FLAG]:
         return train_until_killed(sys.argv[2:])
     parser = argparse.ArgumentParser(

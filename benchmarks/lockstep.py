@@ -75,7 +75,7 @@ MEASURED_CASES = (
 
 
 def _lognormal(rng: random.Random, sigma: float) -> float:
-    """Draw from a log-normal distribution of mean 1."""
+    """Draw from a log-normal distribution of mean 1: exp(mu + sigma²/2) is 1 for mu = -sigma²/2."""
     return rng.lognormvariate(-(sigma**2) / 2, sigma)
 
 
@@ -129,6 +129,7 @@ def fill_micro_batches(groups: Sequence[Sequence[SubgroupSize]], longest: int) -
     ]
     by_number = [dict(enumerate(rank_groups)) for rank_groups in groups]
     tokens_by_number = [dict(enumerate(rank_groups)) for rank_groups in tokens]
+    # A group that moves gets a negative number, which no group of the other rank has.
     for number, (source, subgroup, target) in enumerate(plan_moves(tokens_by_number)):
         by_number[target][-1 - number] = by_number[source].pop(subgroup)
     ordered_groups = [
@@ -188,9 +189,10 @@ def moved_share(subgroups: LengthsByRank) -> float:
 
 
 def lockstep_ratio(order: LengthsByRank) -> float:
-    """Return the time in lockstep over the ideal.
+    """Return the time in lockstep over the ideal, with a token as the unit of time.
 
-    In the ideal all ranks have equally many tokens at any time.
+    In lockstep each turn takes as long as the rank with the most tokens. In the ideal all ranks
+    have equally many tokens at any time. For [[4, 1], [2, 3]] it is (4 + 3) / (10 / 2) = 1.4.
     """
     return sum(map(max, zip_longest(*order, fillvalue=0))) * len(order) / sum(map(sum, order))
 
@@ -247,7 +249,12 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
 
 
 def measure_speed(groups: int, repeats: int) -> None:
-    """Time forward and backward passes of the tiny model, each subgroup in rows of 128 tokens."""
+    """Time forward and backward passes of the tiny model, each subgroup in rows of 128 tokens.
+
+    All processes draw the same groups and orders from one seed, and each takes those of its own
+    rank. A turn lasts as long as on the slowest rank. The fastest of the turns of an order is
+    printed, beside what counting tokens says.
+    """
     import deepspeed
     from accelerate import PartialState
     from accelerate.utils import gather_object

@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def print_medians(seconds_by_way: dict[str, list[float]]) -> None:
-    """Print for each way the median seconds, their ratio to stock TRL's, and those of each turn."""
+    """Print each way's median seconds, their ratio to stock TRL's, and the seconds of each turn."""
     stock_median = statistics.median(seconds_by_way[AS_STOCK_TRL])
     for name, seconds in seconds_by_way.items():
         median = statistics.median(seconds)

@@ -135,7 +135,8 @@ def sign_flips(differences: Sequence[float]) -> float:
     """Return the exact two-sided p of the sign-flip test for paired differences.
 
     Of all 2^n ways to give n differences a sign, it is the share whose sum is at least as far from 0
-    as the sum of the differences as they are.
+    as the sum of the differences as they are. For 1, 2 and 3 it is 2 of 8: only all plus and all
+    minus are as far from 0 as 6.
     """
     size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
     flips = product(*((difference, -difference) for difference in differences))
@@ -185,18 +186,19 @@ def scanned_digits(split: str, pixels: int) -> Digits:
 def draw_rows(
     number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Problems whose two sides at the figure are scanned digits, `pixels` wide.
+    """Draw problems whose two sides at the figure are scanned digits, `pixels` wide.
 
-    Each digit is one of its split's.
+    Each picture of a digit is one of its split's.
 
     `one_digit`: the share of the problems that are drawn until their answer is the first of the
-    usual digits.
+    usual digits, so that a guess of this digit is often right.
     """
     rng = random.Random(f"scanned/{split}/{seed}")
     digits = scanned_digits(split, pixels * OVERSAMPLING)
 
     class Paper(Canvas):
         def label(self, text: str, centre: Point) -> None:
+            """Paste a scanned picture of each digit side by side, in place of the drawn text."""
             (x, y) = self._scaled([centre])[0]
             side = pixels * OVERSAMPLING
             for position, digit in enumerate(text):
@@ -428,7 +430,10 @@ def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) 
 
 
 def train_one(plan: Plan, output: Path, trial: RunPlace, device: str) -> Run:
-    """Train one arm, and return the line of it that is stored."""
+    """Train one arm, and return the line of it that is stored.
+
+    The start is evaluated only in the first arm of its case, since it is the same for all of them.
+    """
     case, start, seed, arm = trial
     model = start_folder(output, plan, start)
     processor = time.process_time()
@@ -439,7 +444,7 @@ def train_one(plan: Plan, output: Path, trial: RunPlace, device: str) -> Run:
         "model_name_or_path": str(model),
         "dataset_name": str(output / "data" / case),
         "seed": seed,
-        # the same for all arms and seeds of a start
+        # The start is the same for all arms of a case, so the first arm measures it.
         "eval_on_start": arm == plan["cases"][case]["arms"][0],
     }
     curve = stored_curves(
@@ -614,7 +619,11 @@ def tables(plan: Plan, all_runs: Sequence[Run]) -> str:
 
 
 def verdict(plan: Plan, all_runs: Sequence[Run]) -> str:
-    """Judge the whole seeds by the bounds of the plan's `gain`: a gain, no gain, or no answer."""
+    """Judge the whole seeds by the bounds of the plan's `gain`: a gain, no gain, or no answer.
+
+    A gain is that ADORA leads GRPO by both bounds, in percentage points, in the plan's case
+    `long is better`. There is no answer where a start's loss says that it cannot read the digits.
+    """
     runs = runs_of_whole_seeds(plan, all_runs)
     if not runs:
         return "no answer: no seed is whole"

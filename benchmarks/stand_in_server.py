@@ -163,7 +163,11 @@ class FakeVLLMServer:
         self.weights.append(sorted(names))
 
     def _rollouts(self, path: str, body: RequestBody) -> list[RequestBody]:
-        """Draw the rollouts of a request, and return them in the form of its path."""
+        """Draw the rollouts of a request, and return them in the form of its path.
+
+        The tokens follow from the prompt and the seed, plus the number of the rollout, so a request
+        that is sent again gets the same ones.
+        """
         parameters = body.get("sampling_params", body)
         prompt_ids = body["token_ids"] if "token_ids" in body else body["prompt"][0]
         banned_ids = {int(token) for token in parameters.get("logit_bias") or {}}

@@ -73,7 +73,8 @@ def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[
     """Return the tokens of each rollout of a group.
 
     If `equal`, all have the median. Otherwise they are quantiles of a log-normal distribution (sigma
-    0.8) that is cut off at the limit, and the longest one is at the limit. For example, a median of
+    0.8) that is cut off at the limit, and the longest one is at the limit. Of n rollouts number k
+    is the quantile (k + 0.5) / n, so no length depends on chance. For example, a median of
     400 and a limit of 1,024 give 8 rollouts 117, 197, ... and 1,024 tokens.
     """
     if equal:
@@ -90,6 +91,8 @@ def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[
 def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
     """Run one way in a process of its own, and return its figures."""
     file = output / "turn.json"
+    # Freed blocks over 64 KiB go back to the system, so that the memory of the process follows its
+    # tensors.
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -101,7 +101,11 @@ def reward(completions: Sequence[object], **columns: object) -> list[float]:
 
 
 def build_trainer(options: argparse.Namespace) -> GRPOTrainer:
-    """Build the trainer of one way, with a random model."""
+    """Build the trainer of one way, with a random model that is the same for all ways.
+
+    Recorded answers take the place of the engine, by a patch of the module that makes it: ours is
+    `model_setup`, TRL's is that of its trainer.
+    """
     processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
@@ -155,7 +159,8 @@ def common_keys(options: argparse.Namespace) -> dict[str, Any]:
         "num_generations": options.generations,
         "num_iterations": options.updates,
         "max_completion_length": max(options.limit, options.completion),
-        "max_steps": 2 * options.updates,
+        "max_steps": 2 * options.updates,  # two generations
+        # Updates change next to nothing, and SGD has no moments that would take memory.
         "learning_rate": 1e-9,
         "optim": "sgd",
         "loss_type": "grpo",

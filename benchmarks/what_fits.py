@@ -64,7 +64,7 @@ def longest_answer(setup: MemorySetup, card: int) -> tuple[MemorySetup, MemoryPr
 
 
 def table_rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
-    """Yield the lines of the table for these cards."""
+    """Yield the lines of the table for these cards: one for each model and mode, on each card."""
     yield (
         "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
         "share | peak, GiB |"

@@ -79,7 +79,11 @@ def build_data(folder: Path, plan: Plan) -> None:
 
 
 def _rows(split: str, number: int) -> list[Row]:
-    """Different problems of one split, as many of each kind as there are up to a share."""
+    """Draw different problems of one split, equally many of each kind as far as there are so many.
+
+    Problems of the last kind take the place of those that other kinds lack. The draws end after 100
+    for each problem, in case there are too few.
+    """
     rng = random.Random(f"angles/{split}")
     problems = {}
     counts = dict.fromkeys((kind.name for kind in FIGURE_KINDS), 0)
@@ -143,7 +147,10 @@ class HeldOutWork(TrainerCallback):
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        """Sample an answer to each held-out problem, and note what they show at this step."""
+        """Sample an answer to each held-out problem, and note what they show at this step.
+
+        `lucky` is a share of the right answers alone. The other shares are of all answers.
+        """
         answers = self._answers()
         checks = [
             check_claims(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)
@@ -403,7 +410,11 @@ def difference_table(runs: Sequence[Run]) -> list[str]:
 
 
 def verdict_of_rule(runs: Sequence[Run]) -> str:
-    """Return what the plan's rule says of these runs: `gain`, or `no gain`."""
+    """Return what the plan's rule says of these runs: `gain`, or `no gain`.
+
+    It is a gain where `working` is ahead of `length` and of random groups, each by more than half
+    the width of the 95 % interval, so that the interval lies above 0.
+    """
     for control in ("length", "random"):
         points = paired_differences(runs, "working", control, "accuracy")
         if len(points) < 2 or statistics.fmean(points) <= t_half_width(points):

@@ -277,7 +277,7 @@ def read_recorded_groups(run: Path) -> Groups:
         lengths=columns["length"],
         truncated=columns["truncated"],
         group_size=group_size,
-        correct_above=float(settings.get("adora_correct_above", 0.5)),
+        correct_above=float(settings.get("adora_correct_above", 0.5)),  # 0.5: the key's default
     )
 
 

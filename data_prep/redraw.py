@@ -159,6 +159,7 @@ class _DiagramDrawing:
             extreme_points.append(original_points[centre] - radius * (1 + 1j))
         xs = [point.real for point in extreme_points]
         ys = [point.imag for point in extreme_points]
+        # The longer side fills the range, and both coordinates have one scale.
         size = max(max(xs) - min(xs), max(ys) - min(ys)) or 1  # 1 where all points are one
         first, last = _DIAGRAM_RANGE
         scale = (last - first) / size
@@ -188,7 +189,7 @@ class _DiagramDrawing:
             centre = self.point_by_name[centre_name]
             self.canvas.circle((centre.real, centre.imag), radius)
             self.canvas.dot((centre.real, centre.imag))
-            # 60 points a radian, once around.
+            # 60 points a radian, once around: 377 is 60 times 2π.
             self.ink_points += [centre + rect(radius, step / 60) for step in range(377)]
         marked_terms = self._draw_marks()
         sentences = []  # on the facts that the figure cannot show
@@ -302,7 +303,8 @@ class _DiagramDrawing:
         """
         angle = self._angle_at(names)
         self._draw_arcs(names, arcs)
-        # Closer to the corner than this the text would not fit between the sides.
+        # Closer to the corner than this the text would not fit between the sides: at the distance d
+        # on the bisector each side is d sin(turn / 2) away.
         half_width = 0.5 * (self._text_width(text) + 0.02)
         fitting_distance = half_width / max(0.1, abs(math.sin(angle.turn / 2)))
         min_distance = max(nearest, min(0.16, fitting_distance))
@@ -353,13 +355,14 @@ class _DiagramDrawing:
         outward = (((start + end) / 2 - self.middle) * normal.conjugate()).real
         if outward < 0:
             normal = -normal
-        # Half the text's size in the direction of the normal.
+        # Half the text's size in the direction of the normal: half its width beside an upright
+        # segment, half its height beside a level one.
         half_size = (
             abs(normal.real) * self._text_width(text) / 2
             + abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
         )
         # The nearest to the segment come first, among these the nearest to its middle, and of two
-        # that are equal the outer one.
+        # that are equal the outer one. The gaps are shares of the picture.
         candidates = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
@@ -441,6 +444,8 @@ class _DiagramDrawing:
                     if side_head == "MeasureOf":
                         self._draw_arcs(names, number + 1)  # one arc belongs to a value
                         continue
+                    # Arrows have wings that point back, and stand a little before the middle. Ticks
+                    # stand across the segment, in its middle.
                     is_arrow = side_head == "Line"
                     self._draw_strokes(
                         names,
@@ -460,6 +465,7 @@ class _DiagramDrawing:
             if corner is None:
                 continue
             marked_terms.append(term)
+            # Corners whose coordinates round to the same fiftieths of the picture count as one.
             rounded_corner = (round(50 * corner.real), round(50 * corner.imag))
             if rounded_corner in corners:  # two facts on one corner are one square
                 continue
@@ -547,7 +553,7 @@ class _DiagramDrawing:
 
         Of equally good candidates the first one is taken.
         """
-        half_width = self._text_width(text) / 2 + 0.004
+        half_width = self._text_width(text) / 2 + 0.004  # a little white on both sides
         half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
 
         def cost(point: complex) -> int:

@@ -91,7 +91,7 @@ class Survey:
 def survey_dataset(
     folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
-    """Read every row of a prepared data set once, and count and text_length what it holds.
+    """Read every row of a prepared data set once, and count and measure what it holds.
 
     Args:
         folder: the data set.
@@ -140,7 +140,7 @@ def survey_dataset(
 def _survey_split(
     folder: Path, split: str, gallery_indices: set[int], text_length: TextLength, family: str
 ) -> SplitSurvey:
-    """Read every row of a split once, and count and text_length its properties.
+    """Read every row of a split once, and count and measure its properties.
 
     Args:
         folder: the data set.

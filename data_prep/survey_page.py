@@ -258,7 +258,7 @@ def render_page(survey: Survey) -> str:
 
 
 def _render_row(row: Row, split: str) -> str:
-    """Return the HTML of one row: its pictures, its problem, its choices and its properties.
+    """Return the HTML of one row: its first four pictures, problem, choices and properties.
 
     The right choice is marked.
     """

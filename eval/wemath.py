@@ -198,6 +198,9 @@ def _diagnosis_shares(
 ) -> dict[str, Any]:
     """Compute the share of each diagnosis, as metrics such as `IK` and `CM_strict`.
 
+    The diagnoses are We-Math's: IK (insufficient knowledge), IG (inadequate generalisation), CM
+    (complete mastery) and RM (rote memorisation).
+
     Args:
         diagnoses: The diagnosis of each sample of each problem, such as `CM`.
         problem_ids: The problem of each diagnosis.

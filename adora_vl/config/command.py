@@ -388,7 +388,10 @@ def _methods_with_file_criteria(words: CliWords, file_methods: object) -> Any:
 
 
 def _criteria_options(file_methods: object) -> dict[str, Any]:
-    """Return the options for ADORA's criteria in a config file's `adora_method`, if it has any."""
+    """Return the options for ADORA's criteria in a config file's `adora_method`, if it has any.
+
+    The criteria decide which groups of rollouts ADORA gives another weight.
+    """
     if not isinstance(file_methods, Mapping):
         return {}
     options = file_methods.get("adora")

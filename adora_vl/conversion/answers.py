@@ -180,7 +180,9 @@ def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
     if not math.isfinite(value):
         return None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))  # a table with one null makes floats of all its whole numbers
+        # A table with one null makes floats of all its whole numbers. From 2**53 on a float no
+        # longer tells two neighbouring whole numbers apart.
+        return str(int(value))
     number = Decimal(_shortest_digits(value)) if isinstance(value, float) else value
     return format(number, "f")  # without an exponent
 

@@ -65,9 +65,9 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
 def load_shipped_benchmark(name: str) -> Benchmark:
     """Import one of our own benchmarks from its file `eval/NAME.py` beside this package.
 
-    The file is found by its location, and imported as a part of `_BENCHMARK_PACKAGE`. Under the name `eval`
-    Python might find an `eval.py` or a folder `eval/` of the user's, and would run it. Raises
-    `UserError` where the file is missing.
+    The file is found by its location, and imported as a part of the package `_BENCHMARK_PACKAGE`.
+    Under the name `eval` Python might find an `eval.py` or a folder `eval/` of the user's, and
+    would run it. Raises `UserError` where the file is missing.
     """
     if not (BENCHMARK_FOLDER / f"{name}.py").is_file():
         raise UserError(

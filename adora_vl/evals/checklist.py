@@ -192,8 +192,8 @@ def _angle_between(
     """Return the angle between two lines of a figure, in degrees from 0 to 180.
 
     Each line is directed from its first point to its second: between (C, A) and (C, B) lies the
-    angle ACB. None where the figure does not place
-    all points, or the points of a line fall together.
+    angle ACB. None where the figure does not place all points, or where the points of a line fall
+    together.
     """
     if not {*first_line, *second_line} <= figure.coordinates.keys():
         return None

@@ -139,7 +139,7 @@ def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a row of the dataset that a row of predictions keeps.
 
     They are its `pid`, `question`, `answer`, `choices` and `metadata`, and the solved `figure` if
-    it has one.
+    it has one. Of `meta` the texts are left out that only the tiny model's warm start needs.
     """
     metadata = {key: row[key] for key in ("source", "split") if row.get(key)}
     for key, value in (row.get("meta") or {}).items():

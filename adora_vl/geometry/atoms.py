@@ -127,9 +127,10 @@ class Atoms:
     def _angle_values(self, places: Vector, rows: Vector | None) -> Vector:
         """Return all angles in degrees, and add their derivatives to `rows` unless it is None.
 
-        An angle whose side the picture shows is negative in a mirrored figure. A sweep, the angle
-        of an arc that may go the longer way round, is from 0 to 360. `places` are the coordinates
-        of all points, shape (points, 2).
+        With u and w from the corner to the first and last point, an angle is atan2(±u × w, u · w).
+        The sign is that of the turn in the picture. So an angle whose side the picture shows is
+        negative in a mirrored figure. A sweep, the angle of an arc that may go the longer way
+        round, is from 0 to 360. `places` are the coordinates of all points, shape (points, 2).
         """
         u = places[self._angle_firsts] - places[self._angle_corners]
         w = places[self._angle_lasts] - places[self._angle_corners]
@@ -150,13 +151,16 @@ class Atoms:
     def _area(self, area: Area, places: Vector) -> tuple[float, Vector]:
         """Return the area of a polygon and its derivatives by all unknowns, shape (unknowns,).
 
-        The shoelace formula gives twice the area, negative where the corners go clockwise. `places`
-        are the coordinates of all points, shape (points, 2).
+        The shoelace formula gives twice the area as the sum of x[k-1] y[k] - x[k] y[k-1] over the
+        corners k, negative where they go clockwise. Its derivatives by x[k] and y[k] are
+        y[k+1] - y[k-1] and x[k-1] - x[k+1]. `places` are the coordinates of all points, shape
+        (points, 2).
         """
         corners = [self.layout.position[name] for name in area.corners]
         x = places[corners, 0]
         y = places[corners, 1]
         doubled = float(np.dot(np.roll(x, 1), y) - np.dot(x, np.roll(y, 1)))
+        # With the sign of the sum, so that the area itself is never negative.
         factor = math.copysign(0.5 * self.size**2, doubled)
         slope = np.zeros(self.layout.count)
         for number, corner in enumerate(corners):
@@ -169,8 +173,10 @@ class Atoms:
     def _line_distance(self, atom: LineDistance, places: Vector) -> tuple[float, Vector]:
         """Return how far a point is from a line, and the derivatives by all unknowns.
 
-        The distance is the cross product of the line and the way to the point, over the line's
-        length. `places` are the coordinates of all points, shape (points, 2).
+        With v along the line and q from its start to the point, the signed distance is
+        h = (v × q) / |v|, where v × q = v_x q_y - v_y q_x. Its derivatives are (-v_y, v_x) / |v| by
+        q, and (q_y, -q_x) / |v| - h v / |v|² by v. The start is in both, so its derivative is minus
+        their sum. `places` are the coordinates of all points, shape (points, 2).
         """
         point = self.layout.position[atom.point]
         start = self.layout.position[atom.start]
@@ -194,7 +200,10 @@ class Atoms:
 
 
 def angle_slopes(u: Vector, w: Vector, factor: Vector) -> tuple[Vector, Vector]:
-    """Return the derivatives of the angle from `u` to `w` by each of them.
+    """Return the derivatives of the angle from `u` to `w`, in radians, by each of them.
+
+    They are (u_y, -u_x) / |u|² by u, and (-w_y, w_x) / |w|² by w. For example, u = (2, 0) gives
+    (0, -0.5): if u moves up by 0.1, the angle gets smaller by 0.05.
 
     Args:
         u: The directions at which the angles begin, shape (rows, 2).

@@ -78,7 +78,8 @@ class AngleChase:
         The equations are M x = r, and the goal is t x + c. The goal is determined if its row t is a
         sum of multiples of rows of M, even if some of x stays open. The equations contradict each
         other if no x fulfils all of them. Least squares answer both questions, since M rarely has
-        full rank.
+        full rank. For example, x1 + x2 = 90 determines 2 x1 + 2 x2, which is 180, and leaves x1
+        open.
         """
         if self.goal is None:
             return None

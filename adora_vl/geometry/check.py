@@ -100,8 +100,8 @@ class CheckedFigure:
     def _free_movements(self, jacobian: Vector) -> Vector:
         """Return the movements of the unknowns that all facts allow; shape (movements, unknowns).
 
-        They are the directions along which no residual changes, by the singular values of
-        `jacobian`.
+        They are the directions along which no residual changes: the singular vectors of `jacobian`
+        whose singular values are 0. Each has length 1, and all are perpendicular to each other.
         """
         if not len(jacobian):
             return np.eye(self.system.count)

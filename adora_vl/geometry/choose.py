@@ -112,7 +112,8 @@ def _choose_by_likeness(
     agreeing_count = sum(
         1 for solution in sound_solutions if answers_agree(solution.value, best.value, share)
     )
-    # A figure that differs from the picture is meant only if a second search finds it too.
+    # A figure that differs from the picture is meant only if a second search finds its answer too;
+    # the figure itself is one of the two.
     is_doubtful = best.faults > 0 and agreeing_count < 2
     if rivals or is_doubtful:
         return Outcome(

@@ -36,8 +36,9 @@ def in_order_on_circle(draft: Draft, points: str, centre: str | None) -> None:
 def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
     """Add that a point lies on the longer or shorter arc between two others: "C on major arc AB".
 
-    The angle ACB tells the two arcs apart. With C on the longer arc it is half the shorter arc AB.
-    With C on the shorter arc it is 180 degrees minus that half.
+    The angle ACB tells the two arcs apart. With C on the longer arc it is half the shorter arc AB,
+    as every inscribed angle is half of the arc opposite. With C on the shorter arc it is 180
+    degrees minus that half. An arc of 80 degrees gives 40 and 140.
     """
     centre = next((name for name, points in draft.circles.items() if start in points), None)
     for name in (start, end, point):

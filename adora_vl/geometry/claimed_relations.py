@@ -458,7 +458,11 @@ class RelationReader:
         return self._relations_of_fact("Tangent", line, target) if on_circle else ()
 
     def _read_angle_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
-        """Read that angles or arcs are right, equal, supplementary or complementary."""
+        """Read that angles or arcs are right, equal, supplementary or complementary.
+
+        Two supplementary angles add up to 180 degrees, and complementary ones to 90. The second may
+        stand behind the word: "angle 1 is supplementary to angle 2".
+        """
         word = self.sides.word_at(start)
         values = [self.reading.measures.quantity(term) for term in subjects]
         if word == "right":

@@ -224,7 +224,8 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
     if least_residuals is None or not len(least_residuals):
         return []
     reading = problem.reading
-    # The keys are identities of objects, since two facts may have equal relations.
+    # The keys are identities of objects, since two facts may have equal relations, which the
+    # system keeps as they are. Relations that no fact gives have the number None.
     fact_by_relation_id = {
         id(relation): number
         for relation, number in zip(reading.relations, reading.fact_numbers, strict=True)

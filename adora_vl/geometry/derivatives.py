@@ -47,7 +47,11 @@ def apply_function(quantity: Arithmetic, parts: Sequence[Differentiated]) -> Dif
 
 
 def _differentiate_trigonometric(function: Function, angle: Differentiated) -> Differentiated:
-    """Return the sine, cosine or tangent of an angle in degrees, with its derivatives."""
+    """Return the sine, cosine or tangent of an angle in degrees, with its derivatives.
+
+    By the chain rule the derivative of sin(a) is π/180 cos(a) a', since a is in degrees; `radians`
+    multiplies by π/180.
+    """
     radians = math.radians(angle.value)
     if function == "sin":
         value = math.sin(radians)
@@ -62,12 +66,16 @@ def _differentiate_trigonometric(function: Function, angle: Differentiated) -> D
 
 
 def _differentiate_logarithm(part: Differentiated) -> Differentiated:
-    """Return the natural logarithm of an absolute value, with its derivatives."""
+    """Return the natural logarithm of an absolute value, with its derivatives: x'/x for ln|x|."""
     return Differentiated(value=math.log(abs(part.value)), slope=part.slope / part.value)
 
 
 def _differentiate_product(parts: Sequence[Differentiated]) -> Differentiated:
-    """Return the product of any number of parts with its derivatives, by the product rule."""
+    """Return the product of any number of parts with its derivatives.
+
+    The product rule, (fg)' = f'g + fg', is applied part by part: f is the product so far, and g the
+    next part.
+    """
     value = 1.0
     slope = np.zeros_like(parts[0].slope)
     for part in parts:
@@ -79,7 +87,7 @@ def _differentiate_product(parts: Sequence[Differentiated]) -> Differentiated:
 def _differentiate_quotient(
     numerator: Differentiated, denominator: Differentiated
 ) -> Differentiated:
-    """Return the quotient of two parts with its derivatives, by the quotient rule."""
+    """Return the quotient of two parts with its derivatives: (x/y)' = x'/y - x y'/y²."""
     x, dx = numerator
     y, dy = denominator
     return Differentiated(value=x / y, slope=dx / y - (x / y**2) * dy)
@@ -88,8 +96,8 @@ def _differentiate_quotient(
 def _differentiate_power(base: Differentiated, exponent: Differentiated) -> Differentiated:
     """Return a power with its derivatives, as `Arithmetic` says: that of the base's absolute value.
 
-    It has the base's sign where the exponent is odd. At base 0 the derivatives are taken as 0: the
-    formula would divide by zero there.
+    It has the base's sign where the exponent is odd. The derivative of x^y is y x^(y-1) x' plus
+    x^y ln(x) y'. At base 0 the derivatives are taken as 0: the formula would divide by zero there.
     """
     x = abs(base.value)
     y = exponent.value

@@ -135,8 +135,13 @@ def descend(
 def _step_downhill(objective: _Objective, position: _Position) -> _Position | None:
     """Return the position after one step downhill, as bold as one of the trials allows.
 
-    The step solves the damped normal equations. More damping makes it shorter and turns it towards
-    the steepest way down. Returns None where the slope is 0, or where no trial leads downhill.
+    The step d solves the damped normal equations, and is subtracted from the unknowns x:
+
+        (J'J + W + damping * diagonal of (J'J + W)) d = J'r + W (x - begin)
+
+    J are the derivatives of the residuals r, and W the weights of the squared distances from the
+    beginning. More damping makes the step shorter and turns it towards the steepest way down.
+    Returns None where the slope is 0, or where no trial leads downhill.
     """
     first = objective.first
     weights = objective.weights

@@ -96,8 +96,10 @@ class DrawnLines(DrawnPoints):
     def most_parallel_lines(self, count: int) -> list[tuple[str, str]]:
         """Return as many drawn lines as asked for that look most parallel, each by its two ends.
 
-        They stand for lines whose names the picture does not have. A line with more points is
-        likelier to be meant. Raises `UnreadError` where no lines look parallel.
+        They stand for lines whose names the picture does not have. The lines are taken that have
+        the least rank: how many degrees two of them are askew at most, less 0.3 for each point on
+        them, since a line with more points is likelier to be meant. Raises `UnreadError` where no
+        lines look parallel.
         """
         best_lines: Sequence[list[str]] = ()
         best_rank = math.inf
@@ -164,7 +166,10 @@ class DrawnLines(DrawnPoints):
         if triangle is not None:
             position = triangle.index(corner)
             return triangle[position - 1], corner, triangle[(position + 1) % len(triangle)]
-        # The widest angle under 180 degrees, which has all other rays inside.
+        # The widest angle under 180 degrees, which has all other rays inside. For rays at 10, 50
+        # and 100 degrees it goes from 10 to 100. In general it goes from a ray against the clock to
+        # the one that comes before it, round the circle, in the sorted rays. The bound is 179, so
+        # that a straight line is no angle.
         rays.sort()
         for position, (direction, name) in enumerate(rays):
             before, last = rays[position - 1]
@@ -193,6 +198,7 @@ class DrawnLines(DrawnPoints):
             if name not in self.places:
                 continue
             direction = math.degrees(phase(self.places[name] - self.places[corner]))
+            # The difference is brought to between -180 and 180: 179 and -179 degrees are 2 apart.
             same_rays = [
                 ray_name
                 for ray_direction, ray_name in rays

@@ -52,6 +52,7 @@ def round_as_in_school(value: float, digits: int) -> str:
     0 gives an integer.
     """
     scale = 10**digits
+    # The small number is for halves that binary numbers store a little too low, such as 1.005.
     scaled = math.floor(abs(value) * scale + 0.5 + 1e-9)
     text = f"{scaled / scale:.{digits}f}" if digits else str(scaled)
     return f"-{text}" if value < 0 and scaled else text
@@ -64,7 +65,12 @@ def _as_rational(value: float, off: float) -> Fraction | None:
 
 
 def _write_root(value: float, off: float) -> str | None:
-    """Return a value as a fraction times a square root."""
+    """Return a value as a fraction times a square root; None where it has no such short form.
+
+    The square of such a value is a fraction. For example, 3.4641 has the square 12, so it is the
+    root of 12, which is 2 times the root of 3.
+    """
+    # Where the value is wrong by `off`, its square is wrong by (value + off)² - value² at most.
     square = value * value
     off_square = 2 * value * off + off * off
     rational = Fraction(square).limit_denominator(_MAX_DENOMINATOR**2)
@@ -88,6 +94,7 @@ def _largest_square_root_divisor(number: int) -> int:
         while number % (divisor * divisor) == 0:
             largest *= divisor
             number //= divisor * divisor
+        # A factor that is left over once is in no square, and would only be tried again.
         if number % divisor == 0:
             number //= divisor
         divisor += 1

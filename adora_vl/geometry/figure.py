@@ -79,6 +79,7 @@ def figure_of_solution(
     names = problem.system.points
     places = {name: problem.system.location(state, name) for name in names}
     turn = _turn_to_picture(problem, places)
+    # Digits behind the point: 8 for a size of 15, 7 for a size of 150.
     digits = _DIGITS_OF_PLACES - math.floor(math.log10(max(problem.size, 1e-9)))
     coordinates = {}
     for name, location in places.items():
@@ -126,7 +127,9 @@ def _distances_by_points(figure: Figure) -> dict[tuple[str, str], float]:
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """Return the turn that lays the figure as the picture lies, as a complex number of length 1.
 
-    It is the one for which the points are nearest to those of the picture.
+    It is the one for which the points are nearest to those of the picture. Let p and q be the
+    places of a point in both, from their middles. The argument of conj(p) q is the angle from p to
+    q, so the turn has the direction of the sum of conj(p) q over all points.
     """
     names = [name for name in problem.places if name in places]
     if len(names) < 2:

@@ -84,9 +84,9 @@ def parse_term(text: str, depth: int = 0) -> Term | None:
 
 
 def _split_arguments(rest: str) -> list[str] | None:
-    """Split what stands behind an opening bracket at its commas.
+    """Split what stands behind an opening bracket at its commas; None unless it closes at the end.
 
-    None where the bracket does not close at the end.
+    Commas inside of further brackets split nothing: `A, Line(B, C))` gives `A` and ` Line(B, C)`.
     """
     parts = [""]
     depth = 1

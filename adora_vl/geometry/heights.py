@@ -9,7 +9,9 @@ from adora_vl.geometry.forms import Term
 def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
     """Return the ends of a segment that is drawn as a height; None without one.
 
-    It stands perpendicular on the inside of a line, and no line goes on behind its top.
+    It is perpendicular to another line and ends at its foot, a point inside that line. For example,
+    with D between A and B, `Perpendicular(Line(C, D), Line(A, D))` gives CD. A line that goes on
+    behind its foot is no height.
     """
     for fact in drawing.fact_terms:
         if fact.head != "Perpendicular" or len(fact.arguments) != 2:

@@ -197,7 +197,8 @@ class Judgement:
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
         """Tell whether the facts determine a claim with these rows.
 
-        They do not where a movement of the figure that all facts allow changes the claim.
+        They do not where a movement of the figure that all facts allow changes the claim. The
+        product of these movements and a row is the part of the claim's gradient along them.
         """
         return all(
             not len(self.figure.free_movements)
@@ -237,7 +238,11 @@ class Judgement:
         return False
 
     def _distance_to_truth(self, relation: Relation) -> float:
-        """Return how far the figure is from one in which a relation holds, along its gradient."""
+        """Return how far the figure is from one in which a relation holds, along its gradient.
+
+        It is the residual over the length of the gradient, as one step of Newton's method has it. A
+        residual without a gradient, such as that of 3 = 4, counts as 0: no movement changes it.
+        """
         distances = [0.0]
         for residual, gradient in self.measured.residuals[relation]:
             length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
@@ -380,6 +385,7 @@ class Judgement:
             for atom in dict.fromkeys(atoms_of(side)):
                 if constant_of(atom) is not None:
                     continue
+                # The name takes the place of the only unknown, so the derivative by it comes out.
                 number = self.system.atoms.row_by_atom[atom]
                 slopes[number, 0] = 1.0
                 change = self.system.evaluate(side, self.measured.values, slopes)
@@ -461,7 +467,9 @@ class Judgement:
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
         """Move the figure a little by Newton's method, until the relations hold.
 
-        Returns the values of its unknowns then, or None where no such figure is near.
+        Each step is the shortest one that makes the residuals 0 as far as their derivatives tell.
+        It is taken in the scaled unknowns, so that places and letters count alike. Returns the
+        values of the unknowns then, or None where no such figure is near.
         """
         state = self.figure.state.copy()
         for _ in range(_NEWTON_STEPS):
@@ -491,6 +499,7 @@ def are_equal_when_rounded(left_value: float, right_value: float, decimals: int 
     size = max(abs(left_value), abs(right_value))
     tolerance = _TOLERANCE_WITHOUT_DECIMALS * size
     if decimals is not None:
+        # Half a unit of the last digit, and a tenth more of it.
         tolerance = max(0.55 * 10.0**-decimals, _TOLERANCE_WITH_DECIMALS * size)
     return abs(left_value - right_value) <= max(tolerance, 1e-6)
 

@@ -192,7 +192,8 @@ class KindOfFigure:
             turns.append(phase(sides[i] * sides[i - 1].conjugate()))
         always_left = min(turns) > _MIN_BEND
         always_right = max(turns) < -_MIN_BEND
-        # A pentagram also bends to one side alone, but goes round twice.
+        # A pentagram also bends to one side alone, but goes round twice: its turns add up to two
+        # full turns, those of a convex polygon to one. The bound lies between them.
         goes_round_once = abs(sum(turns)) < 1.5 * math.tau
         return (always_left or always_right) and goes_round_once
 
@@ -218,7 +219,9 @@ class KindOfFigure:
             to_end = self._way(state, arcs.centre, arc[1])
             for name in ends:
                 radius = self._way(state, arcs.centre, name)
-                # A point of the shorter way round lies between both radii, on their side.
+                # A point of the shorter way round lies between both radii: the turn from the first
+                # to it has the sign of the turn from it to the second. That is also true of the
+                # points opposite; the scalar product with the sum of both radii rules them out.
                 is_between = cross(to_start, radius) * cross(radius, to_end) > 0
                 if is_between and dot(radius, to_start + to_end) > 0:
                     return False
@@ -229,7 +232,10 @@ class KindOfFigure:
         return self.system.location(state, end) - self.system.location(state, start)
 
     def disordered_lines(self, state: Vector) -> list[str]:
-        """Return the lines whose points lie in another order than in the picture or the facts."""
+        """Return the lines whose points lie in another order than in the picture or the facts.
+
+        A line is there once for each pair of neighbouring points that are in the wrong order.
+        """
         lines = []
         for row in self.point_orders:
             start = self.system.location(state, row[0])
@@ -271,8 +277,10 @@ class KindOfFigure:
         reached = np.array([self.system.location(state, name) for name in names])
         target = target - target.mean()
         reached = reached - reached.mean()
-        # The complex factor of least squares: its angle turns the figure, its size scales it. The
-        # small number keeps a figure that has collapsed into one point from a division by zero.
+        # The complex factor f for which the sum of |target - f * reached|² is least: the sum of
+        # conj(reached) * target over that of |reached|². Its angle turns the figure, its size
+        # scales it. The small number keeps a figure that has collapsed into one point from a
+        # division by zero.
         turn = np.vdot(reached, target) / (np.vdot(reached, reached) + 1e-30)
         return float(np.linalg.norm(target - turn * reached) / (np.linalg.norm(target) + 1e-12))
 
@@ -281,6 +289,8 @@ def _flatness(places: Sequence[complex]) -> float:
     """Return how flat places lie: 0 on one line, 1 for fewer than three.
 
     It is the largest distance from the longest line through the first one, over that line's length.
+    For example, it is 0.1 for 0, 10 and 5 + i. The cross product is a distance times that length,
+    so it is divided by the length twice.
     """
     if len(places) < 3:
         return 1.0

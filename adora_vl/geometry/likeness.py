@@ -169,8 +169,10 @@ class Likeness(Regions):
     def _unlikeness_of_pair(self, first: Sequence[str], second: Sequence[str]) -> float:
         """Return how unlike two polygons are whose corners are partners in this order.
 
-        Similar polygons have equal angles, and the same ratio for all pairs of sides. The ratios
-        count by their logarithms, so that a ratio and its inverse weigh alike.
+        Similar polygons have equal angles, and the same ratio for all pairs of sides, so it is 0
+        for a polygon and one twice as large. It is a sum of two parts: the differences of all
+        angles in units of 30 degrees, and 3 times the standard deviation of the ratios' logarithms.
+        With logarithms a ratio and its inverse weigh alike.
         """
         first_angles, first_sides = self._angles_and_sides(first)
         second_angles, second_sides = self._angles_and_sides(second)
@@ -189,6 +191,7 @@ class Likeness(Regions):
         for i, location in enumerate(places):
             to_previous = places[i - 1] - location
             to_next = places[(i + 1) % len(places)] - location
+            # The argument of u * conj(w) is the angle from w to u.
             turn = phase(to_previous * to_next.conjugate())
             angles.append(abs(math.degrees(turn)))
             # Never 0, since the logarithm of a ratio is taken.

@@ -92,6 +92,7 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
             ):
                 continue
             way = places[end] - places[start]
+            # The cross product: the centre's distance from the chord, times the chord's length.
             beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
             if beside < _MAX_OFFSET_FROM_CHORD * abs(way) ** 2 and not drawing.are_on_one_line(
                 (start, end, circle.centre)
@@ -116,6 +117,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
         for first, last in combinations(rays, 2):
             to_first = places[first] - places[corner]
             to_last = places[last] - places[corner]
+            # The cosine of an angle that is d degrees off a right angle is sin(d).
             lean = abs(cosine(to_first, to_last))
             if lean < math.sin(math.radians(_MAX_DEGREES_FROM_RIGHT)):
                 relation = right_angle_at(corner, first, last)

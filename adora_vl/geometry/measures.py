@@ -416,8 +416,9 @@ class Measures:
             raise UnreadError(f"the form does not say which way round {term} goes")
         centre = self.drawing.places[circle.centre]
         first, middle, last = [self.drawing.places[name] - centre for name in names]
-        # These are anticlockwise turns from the first point. The arc is anticlockwise if the middle
-        # point comes before the last one on this way.
+        # These are anticlockwise turns from the first point, up to a full turn: atan2(u × w, u · w)
+        # is the angle from u to w. The arc is anticlockwise if the middle point comes before the
+        # last one on this way.
         turn_to_middle = math.atan2(cross(first, middle), dot(first, middle)) % math.tau
         turn_to_last = math.atan2(cross(first, last), dot(first, last)) % math.tau
         turn = 1 if turn_to_middle < turn_to_last else -1

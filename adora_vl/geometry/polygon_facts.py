@@ -146,6 +146,8 @@ def all_equal(
 
     A drawn point that looks like the centre, or like the middle of a side, is said to be that.
 
+    Of n sides n - 1 equations are enough, of the angles as well.
+
     Args:
         measures: makes the quantities.
         corners: names of the polygon's corners, in the order round it.

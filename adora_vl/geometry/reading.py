@@ -164,7 +164,8 @@ def _add_touching(reading: Reading) -> None:
             meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
             if not meets_once or circle.centre in row or min(reaches) < _MIN_RADII_OUTSIDE * radius:
                 continue
-            # A line that cuts the circle as drawn lacks a point of its annotation.
+            # A line that cuts the circle as drawn lacks a point of its annotation. The cosine of
+            # the angle to the radius is the sine of how far the line is from perpendicular to it.
             to_point = places[shared[0]] - places[circle.centre]
             lean = abs(cosine(to_point, places[row[-1]] - places[row[0]]))
             if lean < math.sin(math.radians(MAX_DEGREES_OF_STATED_TANGENT)):

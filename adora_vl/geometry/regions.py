@@ -46,12 +46,12 @@ class Regions(DrawnLines):
         return faces
 
     def _walk_face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
-        """Walk round the region to one side of a drawn edge, and return its points.
+        """Walk round the region to the left of a drawn edge, and return its points.
 
-        The edge goes from `start` to `end`. At each point the walk takes the edge that turns
-        furthest from the one it came by, and so keeps to the border of the same region. Its edges
-        are added to `visited`. The list is empty where another walk has taken the edge in this
-        direction already.
+        The edge goes from `start` to `end`. At each point the walk takes the edge to which the turn
+        against the clock from the way back is largest. No edge lies between the two on the left,
+        and so the walk keeps to the border of the same region. Its edges are added to `visited`.
+        The list is empty where another walk has taken the edge in this direction already.
         """
         face: list[str] = []
         while (start, end) not in visited and len(face) < _MAX_CORNERS_OF_FACE:
@@ -76,7 +76,10 @@ class Regions(DrawnLines):
         )
 
     def signed_area(self, names: Sequence[str]) -> float:
-        """Return the area of a polygon in square pixels, negative where its corners go clockwise."""
+        """Return the area of a polygon in square pixels, negative where its corners go clockwise.
+
+        By the shoelace formula it is half the sum of the cross products of neighbouring corners.
+        """
         places = [self.places[name] for name in names]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 

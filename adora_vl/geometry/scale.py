@@ -90,6 +90,7 @@ def _scales_of_measure(relation: Relation, places: Mapping[str, complex]) -> Ite
     if given_value is None or drawn_value is None or min(given_value, drawn_value) <= 0:
         return
     ratio = given_value / drawn_value
+    # An area grows with the square of the scale.
     yield math.sqrt(ratio) if relation.unit == "area" else ratio
 
 
@@ -105,7 +106,8 @@ def _as_drawn(quantity: Quantity, places: Mapping[str, complex]) -> Quantity:
     if isinstance(quantity, Area):
         corners = [places[name] for name in quantity.corners]
         next_corners = [*corners[1:], corners[0]]
-        # The shoelace formula, with points as complex numbers.
+        # The shoelace formula: the imaginary part of conj(p) q is the cross product of p and q, and
+        # the sum of these over all sides is twice the area.
         doubled = sum(
             (corner.conjugate() * next_corner).imag
             for corner, next_corner in zip(corners, next_corners, strict=True)

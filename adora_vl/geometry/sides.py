@@ -169,7 +169,11 @@ class SideReader(NameReader):
         return quantity, cursor
 
     def product(self, start: int) -> tuple[Quantity, int]:
-        """Read a product or quotient: `2 * AB`, `2x`, `AB / 3`, `-x`, "twice AB"."""
+        """Read a product or quotient: `2 * AB`, `2x`, `AB / 3`, `-x`, "twice AB".
+
+        Without a sign between two factors, a second factor behind a space is doubtful. It is left
+        where it cannot be read, or where another equation begins with it: `AB = 5 CD = 3`.
+        """
         if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor

@@ -187,6 +187,11 @@ class FigureProblem:
     def _freedom(self, state: Vector, gradient: Vector) -> Freedom:
         """Return how far the relations leave the goal open at `state`, the values of all unknowns.
 
+        The movements that keep all relations are the singular vectors of the relations' derivatives
+        with the singular value 0. `share` is the length of the part of the goal's gradient that
+        lies along them, over the length of the whole gradient. For example, let the one relation be
+        y = 0 for a point (x, y). The share is 1 for the goal x, and 0 for the goal y.
+
         `gradient` has the goal's derivatives by all unknowns, shape (unknowns,).
         """
         _, jacobian = self.system.residuals(state)

@@ -17,6 +17,8 @@ MAX_SHARE_OUTSIDE_SPAN = 1e-5  # share of a gradient that may lie outside of a s
 
 def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
     """Tell whether one of the rows, all of length 1, has the same direction or the opposite one."""
+    # The product is the cosine, which is about 1 - t²/2 for a small angle t, while the share
+    # outside is about t. So the share has to be squared here.
     return any(abs(float(row @ candidate)) > 1 - MAX_SHARE_OUTSIDE_SPAN**2 for candidate in rows)
 
 
@@ -31,9 +33,10 @@ def is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
 
 
 def length_outside(row: Vector, rows: Sequence[Vector]) -> float:
-    """Return how much of a row is no sum of multiples of the rows, by least squares.
+    """Return the length of the part of a row that is no sum of multiples of the rows.
 
-    It is the length of that part.
+    It is the least length of x1 * row1 + x2 * row2 + ... - row for any factors x. For example, of
+    (3, 4) and the one row (1, 0) it is 4.
     """
     if not rows:
         return float(np.linalg.norm(row))

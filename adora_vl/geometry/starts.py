@@ -97,10 +97,11 @@ class Starts:
         return state
 
     def _location(self, point: str, stretch: float, random: np.random.Generator) -> complex:
-        """Return where a point begins, before its random shift.
+        """Return where a point begins, before its random shift, in shares of the figure's size.
 
         A centre without a place begins in the middle of its circle's points, any other point
-        without a place anywhere. `stretch` is how much larger than the picture the figure begins.
+        without a place anywhere near 0, with a spread of 0.4. `stretch` is how much larger than the
+        picture the figure begins.
         The random place is drawn for every point without a place, so that the draws stay in order.
         """
         if point in self.places:
@@ -119,8 +120,10 @@ class Starts:
     def _unknown(self, name: str, *, number: int, random_value: float, state: Vector) -> float:
         """Return where a letter, a radius or a numbered angle begins.
 
-        A radius begins with the mean distance of its circle's points in `state`. A letter begins
-        with a round number in the first two starts, and with a random number in later ones.
+        A radius begins with the mean distance of its circle's points in `state`, or with 0.3 of the
+        figure's size where no point is on the circle. A numbered angle begins with 60 degrees. A
+        letter begins with 10 in the first start, with 1 in the second, and with `random_value` in
+        later ones.
         """
         circle = self.circle_by_radius.get(name)
         if circle is not None and circle.points:
@@ -178,8 +181,9 @@ class Starts:
     def _spread_polygons(self, places: Vector, random: np.random.Generator) -> None:
         """Lay the corners of convex polygons round a circle, each corner once.
 
-        `places` are the coordinates of all points, shape (points, 2), and are changed. The polygon
-        begins at a random corner, and each corner is shifted along the circle a little.
+        `places` are the coordinates of all points, shape (points, 2), and are changed. The circle
+        is around 0 with a radius of 0.5, half of the figure's size. Of n corners number k lies at
+        k/n of the full turn, shifted by up to a fifth of a step. A random corner is number 0.
         """
         is_placed: set[str] = set()
         for names in self.convex:
@@ -212,6 +216,12 @@ class Starts:
 def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector) -> None:
     """Move a point and the ends of its segment half the way to where they fit; changes `places`.
 
+    For a point P and a segment from S to E, P belongs at F = S + s (E - S). Here s is how far along
+    the segment P lies, (P - S)·(E - S) / |E - S|², kept away from the ends. P moves by half of
+    F - P. S and E move the opposite way, by the shares 1 - s and s of that half, so that the nearer
+    end moves more. For P = (1, 1), S = (0, 0) and E = (2, 0), they move to (1, 0.5), (0, 0.25) and
+    (2, 0.25).
+
     `movable` is 1 for points that may move and 0 for those that the picture shows.
     """
     start = segment.start
@@ -228,7 +238,11 @@ def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector
 
 
 def _pull_onto_circle(places: Vector, circle: _PointsOnCircle, movable: Vector) -> None:
-    """Move the points of a circle half the way to their mean distance; changes `places`."""
+    """Move the points of a circle half the way to their mean distance; changes `places`.
+
+    A point at the distance r from the centre moves outwards by 0.5 (mean - r). The centre stays.
+    `movable` is 1 for points that may move and 0 for those that the picture shows.
+    """
     from_centre = places[circle.points] - places[circle.centre]
     lengths = np.linalg.norm(from_centre, axis=1, keepdims=True) + 1e-9
     stretch = lengths.mean() / lengths - 1

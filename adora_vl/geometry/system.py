@@ -213,8 +213,9 @@ class System(UnknownsLayout):
     def _directions(self, state: Vector, *, slopes: bool) -> _Residuals:
         """Return the residuals of all parallel and perpendicular lines.
 
-        The residual of parallel lines is the sine of the angle between them. The residual of
-        perpendicular lines is the cosine. `state` has the values of all unknowns.
+        For lines with the directions u and w, the residual of parallel lines is the sine of the
+        angle between them, (u × w) / (|u| |w|). That of perpendicular lines is the cosine,
+        (u · w) / (|u| |w|). `state` has the values of all unknowns.
         """
         places = self.places(state)
         a, b, c, d = self._direction_points
@@ -227,8 +228,8 @@ class System(UnknownsLayout):
         if not slopes:
             return _Residuals(values=values, slopes=None)
         rows = np.zeros((len(a), self.count))
-        # By the chain rule: the derivative of the residual by the angle, times that of the angle by
-        # the two directions, which `angle_slopes` computes.
+        # By the chain rule: the derivative of the residual by the angle (cosine for sine, -sine for
+        # cosine), times that of the angle by the two directions, which `angle_slopes` computes.
         by_angle = np.where(self._is_perpendicular, -sine, cosine)
         slope_u, slope_w = angle_slopes(u, w, by_angle)
         add_point_slopes(rows, b, slope_u)
@@ -250,12 +251,15 @@ class System(UnknownsLayout):
         u = places[point] - places[start]
         w = places[end] - places[start]
         square = np.einsum("ij,ij->i", w, w) + TINY_SQUARE
+        # 0 at the start and 1 at the end: s = (u · w) / |w|².
         share = np.einsum("ij,ij->i", u, w) / square
         before_start = np.minimum(share - _END_MARGIN, 0)
         behind_end = np.maximum(share - 1 + _END_MARGIN, 0)
         values = before_start + behind_end
         if not slopes:
             return _Residuals(values=values, slopes=None)
+        # The derivatives of s by u and by w are w / |w|² and (u - 2 s w) / |w|². Between the ends
+        # the residual is 0, and so are its derivatives.
         is_outside = (share < _END_MARGIN) | (share > 1 - _END_MARGIN)
         factor = np.where(is_outside, 1 / square, 0.0)[:, None]
         slope_u = factor * w

@@ -124,7 +124,7 @@ _BRACES = {"{": 1, "}": -1}
 
 
 def split_into_tokens(text: str) -> list[ResponseToken]:
-    """Split a text into words and signs; what stands behind `MAX_TOKENS` of them is left out."""
+    """Split a text into words and signs, at most `MAX_TOKENS`; what stands behind is left out."""
     reader = _Splitter(text)
     reader.run()
     return reader.tokens

@@ -6,12 +6,16 @@ from collections.abc import Collection, Sequence
 
 
 def cross(u: complex, w: complex) -> float:
-    """Return the cross product of two vectors: positive with `w` against the clock from `u`."""
+    """Return the cross product of two vectors: positive with `w` against the clock from `u`.
+
+    For u = a + bi and w = c + di it is ad - bc, such as 1 for u = 1 and w = i. It is also twice the
+    area of the triangle with these two sides.
+    """
     return (u.conjugate() * w).imag
 
 
 def dot(u: complex, w: complex) -> float:
-    """Return the scalar product of two vectors."""
+    """Return the scalar product of two vectors: ac + bd for u = a + bi and w = c + di."""
     return (u.conjugate() * w).real
 
 
@@ -28,7 +32,11 @@ def cosine(u: complex, w: complex) -> float:
 def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
     """Tell whether the segment of the first two ends crosses that of the others.
 
-    `tolerance`: the product of two areas that counts as no crossing.
+    Two points lie on different sides of a line if their cross products with it have opposite signs,
+    and so a negative product. Each segment has to have the ends of the other on different sides.
+    For the ends 0, 2, 1 - i and 1 + i both products are -4, so these segments cross.
+
+    `tolerance`: a product that is not below minus this number counts as no crossing.
     """
     a, b, c, d = ends
     first = cross(b - a, c - a) * cross(b - a, d - a)

@@ -110,6 +110,7 @@ def delete_steps_after(folder: Path, step: int) -> None:
     current_paths = [file.path for file in current_files]
     remove_partial(folder)
     remove_partial(folder / IMAGES_FOLDER)
+    # A crash may have left files whose steps a larger file has too, which they were merged into.
     for path in folder.glob("rollouts-*"):
         is_merged = _parse_record_path(path) is not None and path not in current_paths
         if is_merged:

@@ -115,7 +115,7 @@ class MetricRow(NamedTuple):
 
 
 def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
-    """Return the table of a run's metrics, from its first and its last steps.
+    """Return the table of a run's metrics: means over the first and the last fifth of the log.
 
     A metric that was never logged has no row. `history` is the trainer's log history.
     """

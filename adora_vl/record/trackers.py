@@ -96,7 +96,8 @@ def add_rows(
 
     The table keeps as many rows as a generation has. In a training the column `advantages` is 0
     until `set_final_values` fills in the final ones; `advantage_raw` is what TRL computes.
-    Collective: texts and images are gathered.
+    `adora_weight` is ADORA's weight of the rollout's group, and `adora_tds` says whether this group
+    is temporarily disadvantageous to learn from. Collective: texts and images are gathered.
 
     Args:
         table: the trainer's `_logs`.

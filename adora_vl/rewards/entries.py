@@ -63,7 +63,7 @@ def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
 
 
 def with_current_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
-    """Return entries of `adora_reward` with the current name of each reward."""
+    """Return entries of `adora_reward` with current names in place of older names of rewards."""
     current_entries: list[str | dict[str, Any]] = []
     for entry in entries:
         if isinstance(entry, Mapping):

@@ -65,7 +65,7 @@ def _parse_logic_form(text: str, path: Path) -> LogicForm | None:
         return read_form_from_text(text)
     try:
         record = json.loads(text)
-        if "at" in record:
+        if "at" in record:  # a stored figure: it has the coordinates of its points under this key
             figure_from_json(text)
             return None
         return read_form_from_record(record)

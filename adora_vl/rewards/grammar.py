@@ -337,6 +337,7 @@ class _Parser:
             return self._group(symbol)
         if symbol[:1] in set(".0123456789"):
             literal = self._literal()
+            # A fraction right behind a number makes it a mixed number: `1\frac{1}{2}`.
             return self._mixed(literal) if self.peek() == r"\frac" else literal
         self._take()
         if symbol in {r"\frac", r"\binom"}:

@@ -218,7 +218,11 @@ class JudgeReward:
             raise UserError(f"{judge} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
-        """Return the score of one completion, from the cache or a call, or the error of the call."""
+        """Return the score of one completion, from the cache or a call, or the error of the call.
+
+        `messages` ask the judge. They are None for a completion that is nothing but thinking, whose
+        score is 0.
+        """
         if messages is None:
             return 0.0
         cached_score = self._cached_score(messages)

@@ -447,6 +447,7 @@ def _zero_and_slope(
         return None
     try:
         slope = at_1 - at_0
+        # A slope of 0, which has no zero, raises `ParseError`.
         zero = -at_0 / slope
         for x in _UNKNOWN_VALUES:
             at_x = _value_at(tree, {name: x})
@@ -557,6 +558,7 @@ def _evaluate(
             terms.append(absolute if sign > 0 else -absolute)
         result = reduce(NumberWithError.__add__, terms)
     elif kind == "product":
+        # A product is `("product", ("*", tree), ("/", tree), ...)`, and begins with a `*`.
         result = _evaluate(tree[1][1], unknown_values)
         for operator, factor in tree[2:]:
             factor_value = _evaluate(factor, unknown_values)

@@ -57,7 +57,7 @@ def _easyr1_scores(function: Callable[..., Any], reward_inputs: RewardInputs) ->
 
 
 def _verl_scores(function: Callable[..., Any], reward_inputs: RewardInputs) -> Sequence[Score]:
-    """Return the scores of a verl function."""
+    """Return the scores of a verl function, which is called for each completion alone."""
     return [
         function(
             data_source=reward_input["data_source"],

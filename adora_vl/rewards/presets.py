@@ -156,7 +156,7 @@ def _batch_metrics(grades: Sequence[Grade], texts: Sequence[str]) -> dict[str, f
 
     - each verdict: the share of responses that have it
     - `ms_median`, `ms_p99`: milliseconds that the grading of a response takes
-    - `worked`: the share of responses that show more than a bare answer
+    - `worked`: the share of responses that show more than a bare answer: an equation before it
     """
     verdicts = [grade.verdict for grade in grades]
     times_ms = [grade.ms for grade in grades]

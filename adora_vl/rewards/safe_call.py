@@ -497,7 +497,7 @@ def _find_failing_completion(
                     function(**single_arguments)
                 except (KeyboardInterrupt, OverdueError):
                     raise
-                except BaseException:
+                except BaseException:  # a user's function may also call `sys.exit`
                     return index
     except OverdueError:
         return None

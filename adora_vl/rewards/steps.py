@@ -278,7 +278,7 @@ def _batch_metrics(
     - `figures`: the share of rollouts whose claims could be measured
     - `new`, `false`: the share of those with a new claim, with a false claim
     - `unread`: the share of claims that are not understood
-    - `lucky`: the share of right answers that are luck
+    - `lucky`: the share of right answers that are luck, as a claim is false or none is new
 
     A share of nothing is left out.
     """

@@ -285,7 +285,7 @@ class EngineProbe:
         """
         self.engine_and_policy.sync_weights()
         try:
-            result = self.compare("cold")
+            result = self.compare("cold")  # the name of the check, from which the seeds follow
         except OtherRankError as error:
             return [
                 skipped(PROMPTS_CHECK, f"on another rank: {error}"),

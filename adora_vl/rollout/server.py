@@ -141,6 +141,7 @@ class Server:
         self.logprobs_mode = str(model["logprobs_mode"])
         self.lora = {}
         if config.get("lora_config"):
+            # The server's environment is read too: one of its variables allows to load adapters.
             self.lora = {"enable_lora": True, **config["lora_config"], **info["vllm_env"]}
         self.model_name = str(model.get("model"))
         self.in_four_bit = model.get("quantization") == "bitsandbytes"

@@ -42,7 +42,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
                 training has begun; None without DeepSpeed.
         """
-        # Steps that overflow are normal there: DeepSpeed lowers its loss scale after them.
+        # With float16 DeepSpeed searches a loss scale: it lowers the scale after a step that
+        # overflows, so that such steps are normal, however many there are in a row.
         searches_loss_scale = deepspeed_engine is not None and context.config.fp16
         self.max_bad_steps = math.inf if searches_loss_scale else MAX_BAD_STEPS_IN_A_ROW
         self.ratio_guard = ratio_guard

@@ -488,7 +488,8 @@ class Pool:
             groups += generation.groups
         count = 0
         for group in groups:
-            # Without any segment the group was requested, and nothing has been sampled yet.
+            # The rollouts of a group begin together, so the first one stands for all. Without any
+            # segment the group was requested, and nothing has been sampled yet.
             has_begun = bool(group.rollouts[0].segments)
             if has_begun:
                 count += sum(not rollout.has_ended for rollout in group.rollouts)

@@ -63,7 +63,11 @@ class PendingGeneration:
     """The samples of its unfinished rollouts, which may still be on their way."""
 
     def pack(self) -> dict[str, Any]:
-        """Return the generation as a dict for a checkpoint, after waiting for its samples."""
+        """Return the generation as a dict for a checkpoint, after waiting for its samples.
+
+        The values are the fields in their order. The samples become a tuple of two parts: the
+        optimizer step of the weights that sampled them, and the packed segments.
+        """
         segments = [
             Segment(
                 tokens=tuple(result.tokens),
@@ -291,7 +295,8 @@ def _unpack_group(
 ) -> RolloutGroup:
     """Return the group that `_pack_group` wrote, with an empty row.
 
-    `image_by_digest` has the pictures of the checkpoint.
+    A checkpoint has no rows: the pool reads them from the data set again. `image_by_digest` has the
+    pictures of the checkpoint.
     """
     rollouts = []
     for packed_rollout in packed_group["rollouts"]:

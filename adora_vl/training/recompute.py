@@ -195,7 +195,10 @@ class RecomputedLayers:
         return usable_bytes(card.total, card.free) - self._bytes_of_new_gradients(activation_memory)
 
     def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
-        """Return the bytes of gradients that a pass allocates, and of weights that it gathers."""
+        """Return the bytes of gradients that a pass allocates, and of weights that it gathers.
+
+        Without DeepSpeed no weights are gathered, and gradients that exist already do not count.
+        """
         if self._sharding.stage is None:
             return sum(
                 parameter.nbytes for parameter in self._trained_parameters if parameter.grad is None
@@ -206,7 +209,7 @@ class RecomputedLayers:
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,
-            mixed_precision=activation_memory.dtypes.compute == 2,
+            mixed_precision=activation_memory.dtypes.compute == 2,  # bytes: bfloat16 or float16
         )
         return buffer_bytes.gradients + buffer_bytes.gathered_weights
 

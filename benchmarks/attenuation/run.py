@@ -110,6 +110,7 @@ class AnswerCounts:
         A figure is None where there was no such answer.
 
         `share_a`: the weight of family A in the figures of all; None for its share of the answers.
+        Held-out problems are equally many of both families, so they are weighted as in training.
         """
         answers = sum(counts.answers for counts in self.family_counts.values())
         chains = sum(counts.chains for counts in self.family_counts.values())
@@ -209,7 +210,8 @@ def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> AdoraGRPO
         vllm_importance_sampling_mode="token_truncate",
         per_device_train_batch_size=rows,
         num_generations=settings.generations,
-        # A step such as `4+7=1;` has six tokens. Six more leave room for the end.
+        # One token each for digits and signs: a step such as `4+7=1;` has six. Six more leave room
+        # for the end.
         max_completion_length=6 * regime.operations + 6,
         temperature=1.0,
         lr_scheduler_type="constant",

@@ -122,6 +122,8 @@ def draw_chain_problem(
     start = rng.randrange(10)
     operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(regime.operations)]
     slips = [regime.hidden_slips and rng.random() < SLIP_RATE for _ in operations]
+    # The last operand is solved for: value ± operand has to be the digit, modulo ten. A slip makes
+    # the written result one too large, so the right one is then one less than the digit.
     _, value = chain_text(start, operations[:-1], slips[:-1])
     right_result = (digit - 1) % 10 if slips[-1] else digit
     sign = operations[-1][0]
@@ -151,7 +153,8 @@ def draw_chain_problems(
 def teacher_answer(rng: random.Random, problem: ChainProblem) -> str:
     """Return what the warm start copies: a guess or a chain, half of the time each.
 
-    A guess knows the label, and no more.
+    A guess knows the label, and no more: with the label `ten` it is any digit, with any other label
+    one of the two answers of family A.
     """
     if rng.random() < 0.5:
         has_label_of_b = problem.prompt.startswith("ten")

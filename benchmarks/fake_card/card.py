@@ -215,7 +215,11 @@ class Card(TorchDispatchMode):
     # ----------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of torch on fakes, and count what a card would do for it."""
+        """Run an operation of torch on fakes, and count what a card would do for it.
+
+        An operation on the CPU alone runs as it is. One that brings a value to the host counts as a
+        wait, and gives the known value or a made-up one.
+        """
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
@@ -280,7 +284,11 @@ class Card(TorchDispatchMode):
     def _on_card(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> Any:
-        """Run an operation on fakes, and count its launches, FLOPs and memory."""
+        """Run an operation on fakes, and count its FLOPs and memory.
+
+        The result gets values where all inputs have them, nothing is random, and it is small
+        enough. Otherwise the values of what the operation writes to are not known any longer.
+        """
         values = [self.value(tensor) for tensor in tensors]
         fakes = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if to_card:
@@ -383,7 +391,8 @@ class Card(TorchDispatchMode):
             if len(args) > causal_position:
                 is_causal = args[causal_position]
             if is_causal:
-                # About half of the pairs of query and key are hidden, and not computed.
+                # Of the q k pairs of q queries and k keys, q (q - 1) / 2 are hidden and not
+                # computed, which is about half of them where q is k.
                 flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
 
@@ -401,6 +410,7 @@ class Card(TorchDispatchMode):
         query_bounds, key_bounds = bounds
         query_lengths = self._known(query_bounds).diff().tolist()
         key_lengths = self._known(key_bounds).diff().tolist()
+        # The last query of a row sees all of its keys, and each query before it one less.
         pairs = 0
         for queries, keys in zip(query_lengths, key_lengths, strict=True):
             pairs += queries * keys - queries * (queries - 1) // 2

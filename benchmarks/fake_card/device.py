@@ -234,6 +234,7 @@ def _mend_what_fakes_lack() -> None:
     swap = torch.utils.swap_tensors
 
     def swap_or_replace(tensor: Tensor, replacement: Tensor) -> None:
+        """Swap two real tensors; let a fake one take the data of the other."""
         # `Module.to` swaps tensors. Fakes have weak references, with which a swap is refused.
         if not isinstance(tensor, FakeTensor):
             swap(tensor, replacement)

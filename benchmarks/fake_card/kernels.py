@@ -38,6 +38,10 @@ class KernelLaunch:
         """Return what launches the kernel, as `kernel[grid](...)` does for Triton."""
 
         def launch(*tensors: object, **constants: object) -> None:
+            """Count a launch, and forget the values of all tensors, of which any may be written.
+
+            Raises `ValueError` for a tensor on the CPU, as Triton does.
+            """
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
                     raise ValueError(

@@ -190,7 +190,9 @@ def reward_of(group_size: int, without_signal: float) -> Callable[..., list[floa
         rewards = []
         for number in range(len(completions)):
             group = number // group_size
-            # Whole groups without signal up to this one, and up to the one before.
+            # How many groups without signal there are before this one, and with it. With a share of
+            # 0.5 the counts after groups 0, 1, 2 and 3 are 0, 1, 1 and 2, so groups 1 and 3 have
+            # no signal.
             silent_before = int(group * without_signal)
             silent_so_far = int((group + 1) * without_signal)
             all_right = silent_so_far > silent_before
@@ -319,7 +321,10 @@ def _build_trainer(card_run: CardRun, folder: Path) -> tuple[Any, AdoraGRPOConfi
 
 
 def _parse_config(card_run: CardRun, folder: Path) -> tuple[AdoraGRPOConfig, ModelConfig]:
-    """Write the model folder of a run, and read the recipe with the sizes of the run."""
+    """Write the model folder of a run, and read the recipe with the sizes of the run.
+
+    A recipe with 2 groups in a micro-batch keeps 2 groups, also where the run has smaller groups.
+    """
     keys = yaml.safe_load(Path(card_run.config).read_text(encoding="utf-8"))
     make_model_folder(
         folder / "model",

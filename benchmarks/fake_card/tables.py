@@ -103,7 +103,8 @@ def _memory_cells(figures: Figures) -> list[str]:
 def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
     """Return what a row of the table of FLOPs shows: TFLOP per group with all layers.
 
-    `row`: the figures of its four runs, from `_flops_runs`.
+    `row`: the figures of its four runs, from `_flops_runs`. Each way runs with few layers and with
+    two more; from both it is computed what all layers take.
     """
     stock_shallow, stock_deep, ours_shallow, ours_deep = row
     layers = layers_of(ours_shallow["config"])

@@ -18,7 +18,10 @@ _HANG_TIMEOUT = timedelta(seconds=60)
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """Let two processes on two cards sum and hand over tensors."""
+    """Let two processes on two cards sum and hand over tensors, and report the rate of a sum.
+
+    Without a GPU two processes on the CPU do so by gloo.
+    """
     card_count = torch.cuda.device_count() if setting.on_gpu else NUMBER_OF_CARDS
     if card_count < NUMBER_OF_CARDS:
         yield skipped_line(

@@ -299,7 +299,11 @@ def recipe_v1(setting: Setting) -> Iterator[CheckLine]:
 
 
 def recipe_lines(setting: Setting, model_runner: str) -> Iterator[CheckLine]:
-    """Run the doctor and three generations on one of vLLM's model runners."""
+    """Run the doctor and three generations on one of vLLM's model runners.
+
+    The generations are skipped where the doctor has written no file: its engine did not start. A
+    CPU engine has one runner, so none is chosen for it.
+    """
     if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
@@ -372,7 +376,9 @@ def drift(setting: Setting) -> Iterator[CheckLine]:
 def layers_that_fit(card_bytes: int) -> tuple[int, float]:
     """Return how many layers of the 3B model fit, and the engine's share of the memory.
 
-    The layers lie twice in the `card_bytes` of a card, in the policy and in the engine.
+    The layers lie twice in the `card_bytes` of a card, in the policy and in the engine, and so do
+    the embedding and the vision tower. Of the memory that is left beside the other needs, each
+    copy gets one half. The model has 36 layers.
     """
     room = card_bytes / GIB - _LEFTOVER_GIB - _ENGINE_EXTRA_GIB
     layers = max(0, min(36, int((room / 2 - _EMBEDDING_AND_TOWER_GIB) / _LAYER_GIB)))

@@ -36,7 +36,11 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """Compare the fused head's results with float32, and its peak of memory with the formula."""
+    """Compare the fused head's results with float32, and its peak of memory with the formula.
+
+    A plain head in bfloat16 has rounding errors as well, and the fused one may have 1.5 times as
+    much. Lines of seconds follow.
+    """
     config = setting.config("3B", layers=1)
     # More than one tile of the fused head.
     config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000
@@ -92,7 +96,8 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 def count_fitting_tokens(free: int, vocabulary: int, width: int) -> int:
     """Return over how many tokens a plain head fits into `free` bytes, with a tenth to spare.
 
-    These are whole chunks; 0 if not even one fits.
+    A plain head needs bytes for each weight, and for each token those of all its logits. These are
+    whole chunks, since the reference is computed by chunks; 0 if not even one fits.
     """
     room = 0.9 * free - _BYTES_PER_WEIGHT * vocabulary * width
     return max(

@@ -25,7 +25,11 @@ NOISE_SLACK = 2
 
 
 def builds(setting: Setting) -> Iterator[CheckLine]:
-    """Compile CPUAdam from nothing, with the environment's programs on PATH and without."""
+    """Compile CPUAdam from nothing, with the environment's programs on PATH and without.
+
+    The compiler needs ninja, which pip puts among these programs. A user may start Python by its
+    path, without an activated environment, and then they are not on PATH.
+    """
     import deepspeed
 
     yield verdict_line("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")

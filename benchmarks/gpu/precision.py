@@ -163,5 +163,7 @@ def _model(setting: Setting) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "language_model" in name and name.endswith(("q_proj.weight", "k_proj.weight")):
+                # Inputs are normalised, so numbers of queries and keys spread by 1.75 each, and
+                # scores, which are their products over the root of the head's size, by 1.75² = 3.1.
                 parameter.normal_(std=1.75 / parameter.size(1) ** 0.5)
     return model

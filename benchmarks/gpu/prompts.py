@@ -61,6 +61,11 @@ class RandomGroup:
     def of(
         cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int
     ) -> RandomGroup:
+        """Make a group of random tokens, whose completions have from half of `completion` to all.
+
+        All rows begin with the prompt of the first one. What lies behind the end of a completion is
+        masked.
+        """
         ids = random_token_ids(
             setting, rows=rows, length=prompt + completion, vocabulary=vocabulary
         )
@@ -172,7 +177,16 @@ class Subject:
     def exactness_lines(
         self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]
     ) -> Iterator[CheckLine]:
-        """Compare both ways with float32, and name the attention kernels that they use."""
+        """Compare both ways with float32, and name the attention kernels that they use.
+
+        Separate rows in bfloat16 have rounding errors too. Shared prompts may have twice as much.
+
+        Args:
+            size: the model, for the titles of the lines.
+            group: the rows that both ways compute.
+            name: the other way than separate rows, for the titles.
+            make: makes the policy pass of that way.
+        """
         reference = float32_copy(self.model)
         add_fused_lm_head(reference)
         exact = self._logps_and_gradients(None, group, reference)

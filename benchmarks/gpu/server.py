@@ -30,7 +30,7 @@ from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.table import CheckLine, failed_line, skipped_line
 
 _LOOPBACK = "127.0.0.1"
-_MAX_MODEL_LENGTH = "2048"  # of `arguments`
+_MAX_MODEL_LENGTH = "2048"  # as `train_arguments` has it
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
@@ -50,7 +50,11 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def _server_lines(setting: Setting, way: str, trainer: str, server: str) -> Iterator[CheckLine]:
-    """Train three generations against a server, on the cards `trainer` and `server`."""
+    """Train three generations against a server, on the cards `trainer` and `server`.
+
+    These are values of CUDA_VISIBLE_DEVICES. `way` is how weights go to the server: `file` or
+    `nccl`.
+    """
     title = f"weights by {way}, {GENERATIONS_TRAINED} generations"
     dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:

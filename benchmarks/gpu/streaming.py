@@ -38,6 +38,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
     config = LoraConfig(r=64 if setting.full else 4, lora_alpha=128, target_modules=targets)
     policy = get_peft_model(model, config)
+    # PEFT begins with B = 0, with which the adapter would change nothing.
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
@@ -102,7 +103,7 @@ def send_weights(policy: PeftModel, receiver: dict[str, Tensor]) -> None:
 
 
 def _sync_error(policy: PeftModel, receiver: dict[str, Tensor]) -> float:
-    """Return the largest relative error of an element in the sent weights.
+    """Return the largest relative error of an element in the sent weights, W + scaling * B A.
 
     About 14 adapted layers are compared, evenly spread over the model.
     """

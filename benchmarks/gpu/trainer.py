@@ -315,7 +315,11 @@ def _record_prompt_lengths(trainer: GRPOTrainer, turn: MeasuredRun) -> None:
 
 
 def _second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iterator[CheckLine]:
-    """Compare the medians of both ways' seconds, by phase."""
+    """Compare the medians of both ways' seconds, by phase.
+
+    Two ratios are judged, ours over stock's. One is of the policy's part alone, its pass for
+    log-probabilities and the backward pass. The other is of the whole step.
+    """
     medians: dict[str, dict[str, float]] = {}
     for way, way_turns in turns.items():
         names = {name for turn in way_turns for name in turn.phases}

@@ -45,7 +45,7 @@ def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_python_in(folder: Path, package: Path, *argv: str) -> str:
-    """Run `python WORDS` in a folder, with our package from `package`; return what it printed.
+    """Run `python ARGV` in a folder, with our package from `package`; return what it printed.
 
     The test fails where the command does, or where a user's file was imported.
     """
@@ -118,7 +118,7 @@ def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) ->
 def test_from_the_wheel_a_folder_eval_is_not_run(
     tmp_path: Path, installed_wheel: Path, drawn_data: str
 ) -> None:
-    """The same holds for an installed package and a folder of the user's."""
+    """With the package installed, a folder `eval` of the user's is not run in place of ours."""
     write_modules_of_the_user(tmp_path, "packages")
     where = "import adora_vl; print(adora_vl.__file__)"
     assert run_python_in(tmp_path, installed_wheel, "-c", where).startswith(str(installed_wheel))
@@ -134,7 +134,7 @@ def test_from_the_wheel_a_folder_eval_is_not_run(
 def test_the_wheel_has_the_commands_and_all_benchmarks(
     tmp_path: Path, installed_wheel: Path
 ) -> None:
-    """They lie beside the package, where `python -m` finds them."""
+    """The wheel has `data_prep` and a module for each benchmark, where `python -m` finds them."""
     for name in BENCHMARK_NAMES:
         assert (installed_wheel / "eval" / f"{name}.py").is_file()
     assert "usage: python -m eval.mathvista" in run_python_in(

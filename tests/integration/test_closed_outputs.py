@@ -15,7 +15,7 @@ SMOKE_CONFIG = REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"
 
 @pytest.mark.slow
 def test_a_training_whose_pipe_is_closed_goes_on_and_writes_its_files(tmp_path):
-    """`train | head -1`: the first line is read, and no other."""
+    """A training whose stdout is closed after a line, as by `train | head -1`, ends in order."""
     run_folder = tmp_path / "run"
     arguments = cli_arguments(
         config=SMOKE_CONFIG,

@@ -53,7 +53,7 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
-    """It solves 20 to 50 % of 600 held-out problems when sampled at temperature 1.
+    """The shipped model solves 20 to 50 % of 600 held-out problems, sampled at temperature 1.
 
     Groups then have right and wrong rollouts to compare.
     """

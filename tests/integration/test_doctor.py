@@ -94,7 +94,7 @@ def test_a_healthy_run_passes_every_line(doctor_results):
 
 
 def test_nothing_of_the_run_is_changed(doctor_results):
-    """Weights, random states and counters are hashed before and after the checks.
+    """Hashes of weights, random states and counters are equal before and after the checks.
 
     So a run that was checked is the run that it would have been, to the bit.
     """
@@ -155,7 +155,10 @@ def test_the_engine_is_healthy_again_after_each(doctor_results):
 
 
 def test_a_training_refuses_to_start_where_the_doctor_fails(doctor_results):
-    """The line says how to start anyway, and where the doctor tells more."""
+    """The check before a training refuses three of the sabotages, and no healthy run.
+
+    The refusal says how to start anyway, and names the doctor, which tells more.
+    """
     refusals = doctor_results["refusals"]
     assert refusals["healthy"] == ""
     for name in ("expanded", "pixel_limits", "rounded"):

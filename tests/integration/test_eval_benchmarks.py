@@ -109,7 +109,10 @@ def test_mmstar_sees_the_image_unless_told_not_to(benchmark_folder: Path) -> Non
 
 
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
-    """Predictions and scores are equal to the byte, and no process leaves a file of its own."""
+    """Two processes write the predictions and scores of one, and no process a file of its own.
+
+    The predictions are equal to the byte.
+    """
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
     argv = [
         "run",

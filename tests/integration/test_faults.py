@@ -110,7 +110,7 @@ CHECKPOINT_BEFORE_START = [
 
 @pytest.mark.parametrize("number", range(len(LAST_LINE_PATTERNS)))
 def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(faulty_run, number):
-    """Each start goes on from the checkpoint that the last line of the one before has named."""
+    """The last line of a start is its only error, and the next start goes on where it says."""
     _, outputs, _ = faulty_run
     lines = outputs[number].rstrip("\n").splitlines()
     assert re.match(LAST_LINE_PATTERNS[number], lines[-1]), lines[-1]

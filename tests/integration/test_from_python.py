@@ -133,7 +133,10 @@ def build_trainer(folder, rows=EIGHT_ROWS, callbacks=(), **keys):
 
 
 def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_path, monkeypatch):
-    """Transformers would show a bar and a table of losses below them in a notebook."""
+    """A trainer has our callback of progress lines, and not the one of Transformers.
+
+    That one would show a bar and a table of losses below our lines in a notebook.
+    """
 
     class NotebookProgress(TrainerCallback):
         """A fake of Transformers' class, which needs IPython."""
@@ -195,7 +198,10 @@ def test_a_table_and_another_split_are_loaded_in_python(prepared_folder, tmp_pat
 
 
 def test_a_value_of_another_type_is_refused_by_the_name_of_its_key():
-    """A type checker would complain about these values, but a notebook runs none."""
+    """`load_problems` refuses a value of a wrong type with an error that begins with its key.
+
+    A type checker would complain about these values, but a notebook runs none.
+    """
     wrong_values: list[tuple[str, Any]] = [
         ("dataset_name", None),
         ("adora_columns", "question"),
@@ -303,10 +309,10 @@ def stopping_early(folder: Path, *callbacks: TrainerCallback, patience: int = 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_early_stopping_ends_a_killed_run_where_it_ends_an_unkilled_one(tmp_path, step):
-    """The run is killed after its second evaluation, and after the third, which ends it.
+    """A run that early stopping ends at step 3 ends there too if it was killed and resumed.
 
-    The checkpoint of that step is there already in either case. So the resumed run has one step
-    left to make, or none.
+    It is killed after its second evaluation, or after the third, which ends it. The checkpoint of
+    that step is there already, so the resumed run has one step left to make, or none.
     """
     with pytest.raises(Killed):
         stopping_early(tmp_path, KillAfterSave(step)).train()
@@ -325,7 +331,10 @@ def test_early_stopping_ends_a_killed_run_where_it_ends_an_unkilled_one(tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_after_its_last_step_may_be_given_more_steps(tmp_path):
-    """It ended at step 2 since it had two steps, and not because a callback had ended it."""
+    """A run of two steps that was killed after the last one is resumed with three.
+
+    It had ended since it had two steps, and not because a callback had ended it.
+    """
     # With any other schedule the learning rate depends on the number of steps.
     keys = {"lr_scheduler_type": "constant"}
     with pytest.raises(Killed):
@@ -354,7 +363,10 @@ def epoch_figures(checkpoint: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_an_epochs_figures_are_logged_though_the_run_is_killed_at_its_end(tmp_path):
-    """Eight rows, two a step, are four steps an epoch, after which the checkpoint is written."""
+    """A run that is killed at the end of an epoch and resumed logs the lines of an unkilled one.
+
+    Eight rows, two a step, are four steps an epoch, after which the checkpoint is written.
+    """
     keys = {"max_steps": 8, "save_steps": 4, "logging_strategy": "epoch"}
     with pytest.raises(Killed):
         build_trainer(tmp_path / "killed", callbacks=[KillAfterSave(4)], **keys).train()
@@ -415,7 +427,10 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     "peft_config", [None, LoraConfig(r=2, target_modules=["q_proj"])], ids=["weights", "adapter"]
 )
 def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, peft_config):
-    """A cell of a notebook is run again: TRL and PEFT must not have written into its configs."""
+    """The config objects stay as they were, so a second trainer with them resumes the run.
+
+    A cell of a notebook is run again: TRL and PEFT must not have written into its configs.
+    """
     args = AdoraGRPOConfig(str(tmp_path / "run"), **TWO_STEPS)
     keys_before = {field.name: getattr(args, field.name) for field in fields(args)}
     adapter_before = peft_config and peft_config.to_dict()
@@ -522,7 +537,7 @@ def test_tools_rewards_and_environments_from_python_are_called_and_hashed(tmp_pa
 
 
 def test_an_environment_with_the_name_of_a_reward_function_is_refused(tmp_path):
-    """Both would log their rewards under this name."""
+    """An environment and a reward function may not share a name, as both log rewards under it."""
     environment = type("reward_pairs", (Board,), {})
     with pytest.raises(
         UserError,

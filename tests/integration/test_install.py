@@ -247,7 +247,7 @@ def assert_installed(completed: subprocess.CompletedProcess[str], project: Proje
 def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
     version, project, indexes
 ):
-    """Other packages come from the registry, which is not even asked for these two."""
+    """The CPU index is asked for torch and torchvision alone, and the registry for the others."""
     assert_installed(project.install(version), project)
     assert project.origin("torch") == "cpu index"
     assert project.origin("torchvision") == "cpu index"
@@ -260,7 +260,10 @@ def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
 
 
 def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
-    """The user's own indexes have the build. A second installation asks nobody again."""
+    """Where the CPU index does not answer, torch comes from the indexes in the user's pip.conf.
+
+    Once it is there, a second installation does not ask the CPU index again.
+    """
     indexes.silent.add(CPU_HOST)
     assert_installed(project.install("3.11"), project)
     assert project.origin("torch") == "extra"
@@ -333,7 +336,10 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
 
 
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
-    """A machine that installs need not be the one that trains."""
+    """With `ADORA_DEVICE=gpu` torch comes from the registry, although no GPU is here.
+
+    A machine that installs need not be the one that trains.
+    """
     indexes.hosts[EXTRA_HOST] = []
     completed = project.install("3.11", ADORA_DEVICE="gpu")
     # The torchvision of this test loads on no machine, so the last check fails; what matters is

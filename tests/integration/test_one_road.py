@@ -698,7 +698,10 @@ def refusal_line(entry_point: str, command_line: str, folder: Path, output: Path
 def test_a_wrong_command_ends_in_the_same_line_on_every_entry_point(
     entry_point, folder_of_wrong_inputs, tmp_path
 ):
-    """All rows of `REFUSED_COMMANDS` are tried, and those with another line are listed together."""
+    """Each command of `REFUSED_COMMANDS` is refused with the line that stands beside it.
+
+    All rows are tried, and those with another line are listed together.
+    """
     wrong_lines = []
     for command_line, line_begins_with, *entry_points in REFUSED_COMMANDS:
         if entry_points and entry_point not in entry_points[0]:
@@ -949,7 +952,10 @@ def test_a_config_for_gpus_passes_the_same_checks_on_a_laptop(subtests):
 
 
 def test_the_trainer_has_trls_parameters_in_trls_order():
-    """Code that passes arguments by position works with both. Ours adds one by keyword alone."""
+    """Our trainer has the parameters of TRL's in their order, and adds `run` by keyword alone.
+
+    So code that passes arguments by position works with both.
+    """
     our_parameters = inspect.signature(AdoraGRPOTrainer).parameters
     trl_parameters = inspect.signature(trl.GRPOTrainer).parameters
     shared_parameters = {
@@ -966,7 +972,7 @@ def test_the_trainer_has_trls_parameters_in_trls_order():
 def test_a_folder_that_another_run_holds_is_refused_on_every_entry_point(
     folder_of_wrong_inputs, tmp_path
 ):
-    """Another process holds the folder's lock while each entry point is tried."""
+    """A folder whose lock another process holds is refused in the same line by each entry point."""
     code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
     code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(

@@ -111,6 +111,8 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
     ]
     events.clear()
     assert main(server_run_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
+    # for each step of two generations: how often drift was measured, and whether two joins stand
+    # right before a pass that learns
     drift_and_order = [
         (part.count("drift"), "joined joined learned" in part)
         for part in " ".join(events).split("written ")[1:]
@@ -123,7 +125,10 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
 def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(
     tmp_path, server
 ):
-    """Neither slower servers nor a kill changes the weights at the end."""
+    """A run two generations ahead ends with the same weights, with slow servers and after a kill.
+
+    Rollouts of a step are sampled by the weights of two steps before, as soon as there are any.
+    """
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
     assert main(server_run_arguments(tmp_path / "one", server, **keys)) == 0
     # Four groups a step: those of steps 0 to 2 by the first weights, of 3 and 4 by the next two.
@@ -170,7 +175,11 @@ def _groups_by_weights(server: FakeVLLMServer, *, max_tokens: int) -> list[int]:
 
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
-    """The next log, the tokens seen and what a method remembers count such a generation once."""
+    """A run that fails saves a checkpoint without the figures of the generation that failed.
+
+    A resumed run samples that generation again, so its metrics, its tokens and what a method
+    remembers would count twice.
+    """
     assert main(server_run_arguments(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILING_REWARD)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}

@@ -59,6 +59,7 @@ def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_pa
 
     without_budget = results_without_budget_metrics(train_with_engine(tmp_path / "without"))
     with_budget = results_without_budget_metrics(
+        # 32 is the most tokens of an answer
         train_with_engine(tmp_path / "with", adora_rollouts="{budget: 32}")
     )
     assert without_budget == with_budget

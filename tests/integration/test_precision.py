@@ -78,7 +78,10 @@ def tensors_with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Te
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
 def test_every_constant_is_that_of_a_plain_model(zero3_results, plain_model, role):
-    """ZeRO-3 builds the models in bfloat16, and would round what is computed and not loaded."""
+    """The tensors that are no parameters are those of a plain model, to the bit.
+
+    ZeRO-3 builds the models in bfloat16, and would round what is computed and not loaded.
+    """
     facts, tensors = zero3_results
     assert facts["sharded"]
     assert facts["dtype"] == "torch.bfloat16"
@@ -96,9 +99,9 @@ def test_every_constant_is_that_of_a_plain_model(zero3_results, plain_model, rol
 def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(
     zero3_results, role, position
 ):
-    """Three passes of one process over the same tokens agree to the bit.
+    """A model as built has the log-probabilities of exact frequencies, and not of rounded ones.
 
-    Between them the angles alone may change.
+    The three passes of one process over the same tokens differ in the angles alone.
     """
     _, tensors = zero3_results
     logps_as_built = tensors[f"{role}/built/{position}"]
@@ -109,7 +112,10 @@ def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(
 
 
 def test_training_would_begin_with_them_and_is_refused_with_rounded_ones(zero3_results):
-    """The line names the model and the buffer."""
+    """A training begins with exact frequencies, and rounded ones are refused in one line.
+
+    The line names the model and the buffer.
+    """
     facts, _ = zero3_results
     refusals = facts["refusals"]
     assert refusals["built"] == ""

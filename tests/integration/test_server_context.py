@@ -30,7 +30,10 @@ def server() -> Iterator[FakeVLLMServer]:
 
 
 def test_a_turn_that_would_pass_a_servers_context_ends_its_rollout(tmp_path, server):
-    """The engine of this process does so by itself; a server would refuse the turn."""
+    """A rollout ends as truncated before a turn that would pass the context of a server.
+
+    The engine of this process does so by itself; a server would refuse the turn.
+    """
     server.turns = zoom_call_ids()
     (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH)
     keys: dict[str, Any] = {

@@ -173,7 +173,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
 def test_a_server_that_still_has_the_adapter_before_stops_the_run(
     tmp_path, fresh_server, monkeypatch, capsys
 ):
-    """The server ignores the second adapter, and the drift of that step tells."""
+    """A run ends when its server ignores the second adapter, as the drift of that step tells."""
     stock_read = Server.read_adapter
     folders = []
 
@@ -208,9 +208,9 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, fresh_server):
-    """The policy is a step away from what it learns from, and the drift is not.
+    """The drift stays at rounding although the policy is a step away from the weights that sampled.
 
-    On two processes with ZeRO-3.
+    The run has two processes with ZeRO-3.
     """
     ahead = file_sync_keys(
         fresh_server, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4

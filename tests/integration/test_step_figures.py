@@ -18,7 +18,10 @@ def read_steps(run):
 
 
 def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch):
-    """The mean over micro-batches would be another, since they have unequal numbers of tokens."""
+    """The logged entropy of a step is the sum over its tokens, divided by their number.
+
+    The mean over micro-batches would be another, since they have unequal numbers of tokens.
+    """
     entropies_and_masks: list[tuple[torch.Tensor, torch.Tensor]] = []
     compute_entropies = AdoraGRPOTrainer._get_per_token_logps_and_entropies
     compute_loss = GRPOTrainer._compute_loss
@@ -57,7 +60,10 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_policy_loss_is_the_loss_where_the_entropy_bonus_is_next_to_nothing(tmp_path, loss_type):
-    """The two are equal whatever the loss divides by, and with four micro-batches a step."""
+    """With an entropy bonus of next to nothing `policy_loss` is the loss, for each `loss_type`.
+
+    That holds with four micro-batches a step too.
+    """
     run = train_tiny_run(
         tmp_path / "out",
         max_steps=2,

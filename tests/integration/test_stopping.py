@@ -292,7 +292,10 @@ def test_two_processes_stop_with_one_whole_checkpoint(stopped_run_by_function_na
 
 
 def test_the_same_command_goes_on_from_each_of_them(stopped_run_by_function_name):
-    """Except from the last, of which no start follows."""
+    """The start after each stop goes on from the checkpoint that the stopped run has saved.
+
+    The last stop is left out, as no start follows it.
+    """
     for stop_function, following in pairwise(STOP_FUNCTIONS):
         checkpoint = stopped_run_by_function_name[stop_function.__name__].saved[0]
         assert (

@@ -107,7 +107,7 @@ def test_a_run_on_real_problems_prints_what_a_user_has_to_know(geometry3k_run):
 
 
 def test_engine_and_trainer_agree_on_real_problems(geometry3k_run):
-    """The tiny model solves none of them, but all joints hold."""
+    """Drift stays small, metrics are there and the record is whole, though no problem is solved."""
     steps = read_training_log(geometry3k_run.folder)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -252,7 +252,7 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
 
 
 def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
-    """A model without vision learns knights and knaves.
+    """A model without vision trains on knights and knaves, and its engine gets its weights.
 
     It is evaluated on the way, and the code of its card answers.
     """
@@ -290,6 +290,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
 
+    # of the three steps, step 2 alone is evaluated; no answer is right
     assert [
         entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry
     ] == [0.0]
@@ -358,9 +359,9 @@ def model_that_wants_image_tokens(tmp_path_factory):
 def test_a_model_that_wants_to_sample_image_tokens_trains(
     model_that_wants_image_tokens, tmp_path, use_vllm
 ):
-    """Neither engine nor policy samples them.
+    """A model that prefers image tokens trains, since neither engine nor Transformers samples them.
 
-    The forward pass stops on an image token without an image.
+    An image token without an image would stop the forward pass.
     """
     completed = accelerate_launch(
         "cpu",

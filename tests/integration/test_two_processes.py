@@ -99,7 +99,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_r
 
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stopped_run):
-    """One line is printed, and no process is left running."""
+    """The drift of one rank stops both, with one error line and whole checkpoints.
+
+    No process is left running.
+    """
     output_dir, completed, processes = drift_stopped_run
     assert completed.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"go on with --resume_from_checkpoint {output_dir / 'checkpoint-2'}" in completed.stderr
@@ -167,9 +170,10 @@ def load_reference_head(checkpoint: Path) -> torch.Tensor:
 
 @pytest.mark.core
 def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
-    """The rollouts of step 3 are the same, and the weights differ by the order of sums alone.
+    """One process takes step 3 as two do: the rollouts are the same, and the weights nearly.
 
-    A wrong step of Adam would show: it is compared with how far step 3 moved the weights.
+    The weights differ by the order of sums alone. A wrong step of Adam would show, as the
+    difference is compared with how far step 3 moved the weights.
     """
     checkpoint = resumed_folder / "checkpoint-2"
     argv = [
@@ -240,7 +244,10 @@ def train_and_read_results(folder: Path) -> dict:
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
-    """The checkpoint within a generation has a file of each rank."""
+    """A run that resumes within a generation ends with the results of one that did not stop.
+
+    The checkpoint within the generation has a file of each rank.
+    """
     uninterrupted = train_and_read_results(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
@@ -270,7 +277,10 @@ def refuse_key_after_some_answers(_: dict[str, Any], call: int) -> Reply:
 def test_a_key_that_ends_stops_all_processes_with_one_line(
     tmp_path: Path, start_server: Callable[[ReplyFunction], EndpointServer]
 ) -> None:
-    """Chance decides which of the two processes meets the refusal first."""
+    """A judge that refuses its key in the middle of a run ends both processes with one error line.
+
+    Chance decides which of the two processes meets the refusal first.
+    """
     server = start_server(refuse_key_after_some_answers)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
     completed = accelerate_launch(
@@ -331,7 +341,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
-    """Gradients are not 0, and most of the weights have moved, in their own dtype."""
+    """Under ZeRO-2 gradients are not 0, and most of the weights have moved, in their own dtype."""
     output_dir = tmp_path / "out"
     accelerate_launch(
         "zero2",

@@ -87,6 +87,7 @@ def teach(
             return_tensors="pt",
             **image_inputs,
         )
+        # the loss is over the answer alone: -100 leaves out padding and prompt
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         for label, length in zip(labels, prompt_inputs["attention_mask"].sum(1), strict=True):
             label[:length] = -100

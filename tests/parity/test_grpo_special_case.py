@@ -199,6 +199,7 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     for step, (batch, facts) in enumerate(zip(ours["batches"], facts_of_steps, strict=True)):
         rewards = facts.rewards_NF[:, 0].view(-1, 8)
         lengths = facts.length_N.view(-1, 8)
+        # an answer is truncated from two tokens below the limit of 28 on
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(
             batch["advantages"],

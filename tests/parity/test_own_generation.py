@@ -281,6 +281,7 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.state.global_step = 1  # as after an update: at the start these would be equal
 
     processor = trainer.processing_class
+    # stock TRL gives it None for a row without images, on which Transformers raises
     trainer.processing_class = FlatImagesProcessor(trainer.processing_class)
     stock_method = GRPOTrainer._generate_and_score_completions
     stock = generate_batch(trainer, stock_method, rows_of_rollouts(image_counts))
@@ -288,6 +289,7 @@ def test_a_generation_is_trls(tmp_path, case):
     our_method = AdoraGRPOTrainer._generate_and_score_completions
     ours = generate_batch(trainer, our_method, rows_of_rollouts(image_counts))
     assert_equal_columns_and_metrics(ours, stock)
+    # our table has the advantages before a method weighs them, which here none does
     our_advantages = ours["table"].pop("extra/advantage_raw")
     assert our_advantages == stock["table"].pop("advantages")
     assert any(our_advantages)

@@ -158,7 +158,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
 
 
 def test_filled_micro_batches(tmp_path):
-    """Answers are far shorter than they may be, so more groups share a micro-batch.
+    """More groups share a micro-batch where answers are far shorter than they may be.
 
     They do so with a shared prompt and with separate rows, whose padding counts.
     """

@@ -63,7 +63,7 @@ class EndpointServer:
                 )
                 reply = answer(body, len(outer.requests))
                 if reply is None:
-                    outer._gone.wait(20)
+                    outer._gone.wait(20)  # set when the server ends
                     return
                 self.send_response(reply[0])
                 self.send_header("Content-Length", str(len(reply[1])))

@@ -29,7 +29,7 @@ def cli_arguments(**keys: object) -> list[str]:
 
 
 def _run_python(argv: list[str], environment: dict[str, str], outputs: list[str]) -> None:
-    """Run `python words...` in this process, with its output in two files."""
+    """Run `python ARGV...` in this process, with its output in two files."""
     os.chdir(REPOSITORY)
     os.environ.clear()
     os.environ.update(environment)
@@ -48,7 +48,7 @@ def _run_python(argv: list[str], environment: dict[str, str], outputs: list[str]
 def _run_in_fork(
     argv: list[str], environment: dict[str, str], timeout: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python words...` in a fork of a process that has imported our libraries."""
+    """Run `python ARGV...` in a fork of a process that has imported our libraries."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         for file in files:

@@ -450,7 +450,10 @@ def _rows_from_table(
 
 
 def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) -> str:
-    """Return the hash of the rows, or `HASH+HASH` where they name image files, with that of these."""
+    """Return the hash of the rows; where they name image files, `HASH+HASH` with that of the files.
+
+    Image files are looked for in the folder of the data. Data of the hub are in no folder.
+    """
     folder = loaded.folder
     if folder is None:
         return loaded.data_hash

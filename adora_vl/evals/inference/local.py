@@ -201,7 +201,8 @@ class ConversationTurns:
         request = self.requests[key]
         seed = request.seed
         n_segments = len(rollout.segments)
-        # Each turn after the first has a seed of its own.
+        # Each turn after the first has a seed of its own. The request's seed is already that of one
+        # answer, so group and member can be 0 for all.
         if n_segments:
             seed = rollout_seed(seed, position=f"segment-{n_segments}", group=0, member=0)
         tool_images = [picture.image for picture in rollout.pictures]
@@ -288,6 +289,7 @@ class VLLMEngine(LocalEngine):
             max_model_len=context_length,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
+            # 4096 tokens at most are processed at once.
             **machine_options(context_length, 4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": max_images, "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
@@ -348,6 +350,7 @@ class TransformersEngine(LocalEngine):
             decoding = {
                 "do_sample": True,
                 "temperature": settings.temperature,
+                # No filters: these two values switch them off.
                 "top_k": 0,
                 "top_p": 1.0,
             }

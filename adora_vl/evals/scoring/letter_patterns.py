@@ -78,8 +78,8 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
     capital = f"[A-{last_letter}]"
     any_case = f"[A-{last_letter}a-{last_letter.lower()}]"
     bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
-    # In brackets a letter may have any case. A lone capital needs an end after it, because
-    # `A` is the article in `A circle`.
+    # In brackets, and at the end of the text, a letter may have any case. Elsewhere it is a capital
+    # that begins no word.
     letter = (
         rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"
         rf"|$))|({capital})(?![A-Za-z0-9_'’])"
@@ -89,6 +89,7 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
         r"(?=\s*(?:[.,:;)!）、。，：で]|\n|$)|\s+(?:is (?:the "
         r")?(?:correct|right|answer)|because|since)\b)"
     )
+    # Here a lone capital needs the end of its clause after it: in `A circle` it is an article.
     letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
     listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
     return LetterPatterns(

@@ -145,7 +145,7 @@ def test_the_length_criterion_weighs_a_group_by_hand(name):
 
 
 def test_defaults_are_the_references_vlm_recipe():
-    """The group whose right answer is shorter is attenuated to 0.1, by the length criterion."""
+    """ADORA's defaults attenuate a group to 0.1 if its right answer is shorter than the wrong."""
     rewards = torch.tensor([[1.0, 0.1]])
     lengths = torch.tensor([[3, 5]])
     assert adora_weights(rewards, lengths).tolist() == [pytest.approx(0.1)]
@@ -155,7 +155,10 @@ def test_defaults_are_the_references_vlm_recipe():
 
 
 def test_amplification_multiplies_the_advantageous_groups_only():
-    """The first group has a longer right answer, the second a shorter one, the third none."""
+    """Amplification gives its factor to groups whose right answer is longer, and 1 to others.
+
+    The first group has a longer right answer, the second a shorter one, the third none.
+    """
     rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
     lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
     amplified = adora_weights(rewards, lengths, mode="amplification", factor=4.0)
@@ -231,7 +234,10 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
 
 
 def test_a_group_of_which_nothing_is_scored_is_not_hard():
-    """It has no pass rate, so it is not amplified as a difficult group."""
+    """A group without any reward is not difficult, so amplification leaves its weight at 1.
+
+    It has no pass rate.
+    """
     rewards = torch.full((1, 4), NAN)
     lengths = torch.full((1, 4), 10)
     weights = adora_weights(
@@ -264,7 +270,10 @@ NO_CORRECT_CASES = [
 
 @pytest.mark.parametrize("case", NO_CORRECT_CASES)
 def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
-    """The option `no_correct` decides about it, unless a criterion calls it advantageous."""
+    """The option `no_correct` keeps or attenuates a group in which no rollout is right.
+
+    It has no effect where the criteria call the group advantageous, as `difficulty` does.
+    """
     rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
     lengths = torch.tensor([[5, 6, 70, 8]])
     options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
@@ -349,7 +358,11 @@ TIE_CASES = [
 
 @pytest.mark.parametrize("case", TIE_CASES)
 def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
-    """The longest right rollout of a tie is as long as the mean of the wrong ones."""
+    """A group with a tie is attenuated by default, and keeps its weight with `ties="keep"`.
+
+    The longest right rollout of a tie is as long as the mean of the wrong ones. For any other group
+    the option changes nothing.
+    """
     rewards = torch.tensor([case.rewards])
     lengths = torch.tensor([case.lengths])
     strict = adora_weights(rewards, lengths, truncated_at=100)
@@ -587,7 +600,10 @@ def test_reversed_gives_the_factor_to_the_groups_that_the_criterion_spares(subte
 
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
-    """The factor grows from 0.1 at step 0 to 0.5 at step 4."""
+    """A control uses the factor of the step, and has no effect outside of the option `steps`.
+
+    The factor grows from 0.1 at step 0 to 0.5 at step 4. With `steps` (0, 2) step 2 is outside.
+    """
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
     for step, expected in (
         (0, 0.1),
@@ -687,7 +703,7 @@ def parse_config(*arguments):
 
 
 def test_the_key_sets_the_control_and_refuses_an_unknown_one():
-    """The seed of the run is that of the random control."""
+    """The command line chooses a control, which draws by the seed of the run."""
     argv = ["--adora_method.adora.assign", "random", "--seed", "7"]
     assert build_pipeline(parse_config(*argv)).adora_options.assign == "random"
     assert build_pipeline(parse_config(*argv)).seed == 7
@@ -784,14 +800,21 @@ def test_where_net_claims_are_lengths_the_criterion_working_is_the_criterion_len
     ],
 )
 def test_groups_are_weighed_by_net_claims(rewards, net_claims, weight):
-    """The most net claims of a right rollout are compared with the mean of wrong ones."""
+    """The criterion "working" keeps a group's weight at 1 if a right rollout has more net claims.
+
+    The most net claims of a right rollout are compared with the mean of the wrong ones; else the
+    group is attenuated to 0.1. One without a right rollout keeps its weight.
+    """
     groups = with_net_claims(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [net_claims])
     weighting = weigh_groups(groups, Adora(criteria=("working",)))
     assert weighting.weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_ties_of_net_claims_are_kept_if_the_option_says_so():
-    """A right rollout has at most 2 net claims, and 2 is the mean of the wrong ones, 3 and 1."""
+    """A tie of net claims is attenuated by default, and keeps its weight with `ties="keep"`.
+
+    The right rollouts have at most 2 net claims, and 2 is the mean of the wrong ones, 3 and 1.
+    """
     groups = with_net_claims(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
     assert weigh_groups(groups, Adora(criteria=("working",))).tds_by_tie_P.tolist() == [True]
     kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
@@ -799,9 +822,10 @@ def test_ties_of_net_claims_are_kept_if_the_option_says_so():
 
 
 def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
-    """Net claims are NaN without a figure. Two groups are compared by length in their place.
+    """Groups whose net claims are unknown (NaN) are compared by length, or keep their weight.
 
-    The first is attenuated by length, and the second is not. With `no_figure="keep"` neither is.
+    Net claims are unknown where a problem has no figure. By length the first group is attenuated,
+    and the second is not. With `no_figure="keep"` neither is.
     """
     rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
     lengths = [

@@ -86,7 +86,10 @@ def test_a_constant_group_is_exactly_zero(subtests):
 
 
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
-    """A method would multiply the noise, here 6e-4 at each rollout."""
+    """TRL's advantages of a group of equal rewards are set to 0 before a method sees them.
+
+    They may be rounding noise, here 6e-4 at each rollout, which a method would multiply.
+    """
     groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
     result = AdvantagePipeline({"adora": Adora()}).compute_advantages(groups, noisy)
@@ -114,7 +117,11 @@ def test_dapo_by_hand():
 
 
 def test_adora_amplifies_after_dapo():
-    """Both factors apply to the first group, whose longest answer is right; the other has none."""
+    """After DAPO and an amplifying ADORA an advantage has the factors of both.
+
+    ADORA's is 2 for the first group, whose longest answer is right. DAPO's is all tokens over those
+    of groups with signal. The second group has no signal, so its advantages stay 0.
+    """
     groups = groups_of_rewards(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
         [[9, 5, 5, 5], [4, 4, 4, 4]],
@@ -211,7 +218,11 @@ def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one
 
 
 def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses():
-    """TRL's `loss_type: dapo` divides by all tokens, and yet the gradient has to be DARO's."""
+    """DARO's advantages give its loss and gradient in TRL's mean over all tokens.
+
+    DARO's loss is the sum over bins of a bin's weight times the mean over its tokens. TRL's
+    `loss_type: dapo` divides by the tokens of all bins.
+    """
     generator = torch.Generator().manual_seed(0)
     rewards = torch.tensor(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
@@ -412,7 +423,11 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
 
 
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
-    """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
+    """DAPO behind another method counts the groups as having signal that it gives one to.
+
+    Two of three groups are wrong throughout, and ngrpo learns from them. So all tokens are those of
+    groups with signal, and DAPO's factor is 1.
+    """
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(
@@ -422,7 +437,7 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
-    """The order of rollouts in a group has no meaning."""
+    """Any method gives a rollout the same advantage wherever it stands in its group."""
     cases: list[tuple[str, Any]] = [(name, None) for name in METHODS]
     cases += [
         ("adora", Adora(no_correct="attenuate", criteria=("length", "difficulty"), combine="all"))
@@ -442,7 +457,10 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
 
 
 def test_a_shift_of_all_rewards_changes_nothing(subtests):
-    """The threshold of a right answer shifts with the rewards."""
+    """Rewards that are all larger by 2 give the same advantages in every method.
+
+    The threshold of a right answer is larger by 2 as well: 2.5 in place of 0.5.
+    """
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
@@ -560,7 +578,10 @@ print("same")
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
-    """Two processes gather tensors, for every method and control, over three steps with state."""
+    """Two processes that gather half of the rewards each compute the advantages of one process.
+
+    `RANK_SCRIPT` compares them, and the states, for every method and control over three steps.
+    """
     port = str(free_port())
     script = tmp_path / "ranks.py"
     script.write_text(RANK_SCRIPT)

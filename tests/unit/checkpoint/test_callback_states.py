@@ -59,7 +59,11 @@ def test_a_callback_that_the_checkpoint_does_not_know_begins_anew():
     ],
 )
 def test_a_run_is_over_where_a_callback_ended_it(tmp_path, ended, status, patience, is_over):
-    """`patience`: of early stopping, whose metric has not improved once."""
+    """A run that a callback ended is over if it died then, or if early stopping has no patience.
+
+    `ended`: what the checkpoint notes. `status`: that of the run's manifest, None without one.
+    `patience`: of early stopping, whose metric has not improved once.
+    """
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     (checkpoint / MANIFEST_FILE).write_text(json.dumps({ENDED_KEY: ended}))
@@ -73,9 +77,10 @@ def test_a_run_is_over_where_a_callback_ended_it(tmp_path, ended, status, patien
 def control_after_epoch(
     callback: EpochEnd, *, strategy: IntervalStrategy, epoch: float, stops_after_save: bool = False
 ) -> tuple[bool, TrainerControl]:
-    """Return whether a checkpoint is written in the step, and the control at the epoch's end.
+    """Let `callback` see an epoch's last step, in which a checkpoint is due, and the epoch's end.
 
-    `stops_after_save`: whether a signal stops the run.
+    Returns whether the checkpoint is written in the step, and the control after the epoch's end.
+    `stops_after_save`: whether the trainer stops after that checkpoint, as it does after a signal.
     """
     args: Any = SimpleNamespace(logging_strategy=strategy, eval_strategy=IntervalStrategy.NO)
     state = TrainerState(epoch=epoch, global_step=4)

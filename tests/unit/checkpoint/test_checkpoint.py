@@ -81,7 +81,10 @@ DAMAGES = {  # what damages a checkpoint, and the reason for which it is skipped
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
-    """A run goes on from the older checkpoint; one that is named has to be whole."""
+    """A run goes on from the older checkpoint if the newest is damaged, and a note says how.
+
+    A damaged checkpoint that `resume_from_checkpoint` names is refused.
+    """
     for name, (damage, reason) in DAMAGES.items():
         older = write_checkpoint(tmp_path / name, 10)
         newer = write_checkpoint(tmp_path / name, 20)
@@ -107,7 +110,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
-    """With `overwrite` the run starts anew in the folder."""
+    """A folder whose only checkpoint is damaged is refused, unless the run is to be replaced."""
     (write_checkpoint(tmp_path, 10) / store.COMPLETE_FILE).unlink()
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
@@ -123,9 +126,11 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
 
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
-    """The fingerprint of the checkpoint has another factor.
+    """A run with other settings than the checkpoint's is refused, with the first difference.
 
-    A checkpoint that is named is gone on with nevertheless, and a note says what has changed.
+    `FINGERPRINT`, with which the checkpoint is written, has the factor 0.1. If
+    `resume_from_checkpoint` names the checkpoint, the run goes on from it, and a note says what has
+    changed.
     """
     write_checkpoint(tmp_path, 10)
     with pytest.raises(
@@ -146,11 +151,16 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
     assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
 
 
+# the fingerprint of a run with DeepSpeed on 2 processes
 SHARDED = {**FINGERPRINT, "processes": "2", "sharding": "zero3"}
 
 
 def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
-    """DeepSpeed's shards are for one number of processes, unless they are converted."""
+    """A checkpoint of ZeRO-3 on 2 processes is refused with 1 process or without sharding.
+
+    The error names the command that converts it; a universal checkpoint is taken on any number of
+    processes.
+    """
     checkpoint = write_checkpoint(tmp_path, 10, SHARDED)
     for resume_from in (None, str(checkpoint)):
         with pytest.raises(
@@ -209,7 +219,11 @@ class Code:
 
 
 def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
-    """The converters and a resume run none, though the file asks torch for all that pickle can do."""
+    """A checkpoint whose pickles call `os.mkdir` is refused by the conversion and by a resume.
+
+    Neither makes the folder, although the caller passes `weights_only=False` and an environment
+    variable asks for the same.
+    """
     checkpoint = tmp_path / "checkpoint-1"
     trace_of_code = tmp_path / "ran"
     names = ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim")
@@ -242,8 +256,9 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
 
 
 def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
-    """These classes of DeepSpeed are in its checkpoints."""
+    """A file with the classes that DeepSpeed's checkpoints have is read where code is refused."""
     address = fragment_address(3, 1)
+    # 4.0 is the initial scale, and comes back as `cur_scale`
     scaler = DynamicLossScaler(4.0, 1000, 1.0, 2, consecutive_hysteresis=False)
     content = {
         "stage": ZeroStageEnum(3),
@@ -260,8 +275,10 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
-    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a
-    step per group.
+    """After a universal checkpoint each parameter group has its own Adam step and weight decay.
+
+    DeepSpeed's loading gives all groups one step tensor, which each group then advances, and the
+    first group's weight decay. The two groups here are in that state.
     """
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.1} for weight in weights])
@@ -284,9 +301,9 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
 
 
 def test_the_words_of_resume_from_checkpoint(tmp_path):
-    """The key takes auto, true, false or a path.
+    """`resume_from_checkpoint: true` is refused without a checkpoint, and false with one.
 
-    The folder is empty first, and then has a checkpoint.
+    With auto, or without the key, a run resumes if there is a checkpoint.
     """
     assert (
         choose_start_point(
@@ -343,9 +360,9 @@ def test_differences_name_what_a_person_sets_first():
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
-    """A folder that was moved is the same.
+    """A moved model or data folder keeps its fingerprint; one whose file has other bytes does not.
 
-    One of which a file was written anew, in the same size, is not.
+    The other bytes have the same number, so that the size does not give them away.
     """
 
     def fingerprint_of_folder(home: Path) -> dict[str, str]:
@@ -377,7 +394,7 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
 
 
 def test_a_reward_function_that_was_edited_is_another_run():
-    """The hash of the file with the function is in the fingerprint."""
+    """A reward function whose file has another hash makes another fingerprint, which names it."""
 
     def fingerprint_with_hash(digest: str) -> dict[str, str]:
         code_hashes = {"reward my_rewards.py": digest}
@@ -426,7 +443,10 @@ def test_a_judge_that_has_moved_is_the_same_run():
 
 
 def test_a_reward_by_its_older_name_is_the_same_run():
-    """A checkpoint has the name that was current when it was saved."""
+    """A reward counts as the same under `adora`, the older name of `boxed_accuracy`.
+
+    A checkpoint has the name that was current when it was saved.
+    """
 
     def fingerprint_with_rewards(*rewards: str | dict[str, Any]) -> dict[str, str]:
         keys = AdoraScriptArguments(adora_reward=[*rewards])
@@ -446,6 +466,7 @@ def test_a_reward_by_its_older_name_is_the_same_run():
         )
         == []
     )
+    # rewards that Python code passes in `reward_funcs` have the older name too
     from_python = {"reward_funcs": '["adora", "mine"]'}
     assert (
         fingerprint_differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
@@ -453,7 +474,10 @@ def test_a_reward_by_its_older_name_is_the_same_run():
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
-    """Two of four checkpoints are kept, and checkpoint-10, which is unfinished, is left alone."""
+    """With a limit of two, the two newest whole checkpoints stay, and an unfinished one as well.
+
+    checkpoint-10 is unfinished. Without a limit nothing is deleted.
+    """
     for step in (5, 10, 15, 20):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-10" / store.COMPLETE_FILE).unlink()
@@ -468,7 +492,11 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
-    """The first try to save step 20 fills the disk, and the second succeeds."""
+    """Older checkpoints stay when a save fails on a full disk, and go when the next save succeeds.
+
+    They are checkpoint-10 of this run, and checkpoint-3 of the run that it replaces. The writer
+    keeps one checkpoint.
+    """
     write_checkpoint(tmp_path / OLD_RUN_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = FakeAccelerator()
@@ -509,7 +537,11 @@ def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
-    """The new folder is whole or missing, whichever call was the last to succeed."""
+    """A crash in any file operation of a save leaves the new checkpoint whole, or not there at all.
+
+    One of three functions crashes after 0 to 5 successful calls. A run goes on from the newest
+    whole checkpoint.
+    """
     older = write_checkpoint(tmp_path, 10)
     newer = tmp_path / "checkpoint-20"
     for name, successful_calls in product(
@@ -535,7 +567,10 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
 
 
 def test_an_epoch_has_its_own_order_however_the_run_came_there():
-    """A run that resumes in epoch 1 has not drawn epoch 0."""
+    """The order of an epoch is the same in a run that begins with it, as a resumed run does.
+
+    A run that resumes in epoch 1 has not drawn epoch 0.
+    """
 
     def order(*epochs: int) -> list[list[int]]:
         sampler = EpochRepeatSampler(range(40), mini_repeat_count=2, batch_size=4, seed=7)
@@ -551,7 +586,10 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
 
 
 def test_rows_that_are_not_shuffled_all_have_their_turn():
-    """Eleven rows in generations of four leave three over, which begin the next epoch."""
+    """Without shuffling, rows that fill no generation of an epoch begin the next epoch.
+
+    An epoch of 11 rows has two generations of 4 rows, so 11 epochs give each row 8 turns.
+    """
     sampler = EpochRepeatSampler(
         range(11),
         2,
@@ -574,7 +612,10 @@ def test_rows_that_are_not_shuffled_all_have_their_turn():
 
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
-    """A seed is made of the run's seed, the generation, the group and the rollout's number in it."""
+    """Each rollout has a seed of its own, which is the same whenever it is asked for.
+
+    It is made of the run's seed, the generation, the group and the rollout's number in it.
+    """
     all_coordinates = [
         (run, f"train/{step}/{micro}", group, member)
         for run, step, micro, group, member in product((0, 1), (0, 1), (0, 1), (0, 9), (0, 7))
@@ -586,7 +627,10 @@ def test_every_rollout_has_its_own_seed_and_the_same_one_again():
 
 
 def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
-    """A run without a budget goes on from a checkpoint older than the key."""
+    """Keys of `adora_rollouts` are in the fingerprint only if `budget` is set.
+
+    So a run without a budget goes on from a checkpoint that was saved before these keys existed.
+    """
 
     def fingerprint_with_budget(budget: int | None, staleness: int = 4) -> dict[str, str]:
         """Return the fingerprint of a run with this budget of tokens, None for none."""

@@ -45,7 +45,11 @@ def load_checkpoint_into(model: Any, folder: Any) -> None:
 def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
     base_model, lora_kind, tmp_path
 ):
-    """A policy has the adapter `default`, which is trained, and `ref`, which is the reference."""
+    """A resume reads both adapters of a policy: `default`, which is trained, and `ref`.
+
+    `ref` is the reference policy. Each kind of LoRA is tried. 1 is added to the weights of both
+    adapters before they are saved.
+    """
     config = LoraConfig(
         **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}
     )
@@ -77,7 +81,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
 
 
 def test_an_adapter_that_does_not_fit_ends_in_one_line(base_model, tmp_path):
-    """A tensor is missing in the file, one is too many, or the adapter has no config."""
+    """An adapter with a tensor missing, one too many or no config is refused, with the reason."""
     model = policy_with_adapter(base_model, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
@@ -103,7 +107,11 @@ def moving_reference(model: Any, moves: bool = True) -> SyncedReferenceModel:
 
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
-    """A run that goes on without syncs keeps the reference as it was moved last."""
+    """A reference that `sync_ref_model` moved is restored, also after a run without syncs.
+
+    That run loads the moved reference and saves it as it was. A reference that was never moved is
+    not saved.
+    """
     moved_model = nn.Linear(3, 2)
     start = nn.Linear(3, 2)
     moving_reference(moved_model).save(tmp_path / "first")
@@ -123,7 +131,10 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
 
 
 def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_path):
-    """The saved reference has a weight and no bias."""
+    """A saved reference is refused if its tensors do not fit the model, and so is a missing one.
+
+    The saved one has a weight and no bias.
+    """
     moving_reference(nn.Linear(3, 2, bias=False)).save(tmp_path)
     with pytest.raises(RunError, match="bias of the reference model is missing"):
         moving_reference(nn.Linear(3, 2)).load(tmp_path)
@@ -138,7 +149,11 @@ def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_p
 def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_mean(
     tmp_path, monkeypatch
 ):
-    """Between two lines of the log a rank has a sum that the others have not."""
+    """A resumed rank gets its sum of losses since the last log; with other ranks, the mean of all.
+
+    Transformers sets these sums to 0 at each start. The checkpoint is of two ranks: this one, whose
+    sum is 0.1, and one whose sum 0.5 comes from the replaced `gather_object`.
+    """
     monkeypatch.setattr(
         "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
     )

@@ -88,7 +88,7 @@ def names_of_files(folder: Path) -> set[str]:
 
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
-    """`choose_start_point` says what a run begins from; what it replaces is put aside later."""
+    """`choose_start_point` notes that the old run will be replaced, and leaves all its files."""
     names_before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
         start = choose_start_point(
@@ -104,7 +104,10 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
-    """With `overwrite` the checkpoints of the folder are put aside."""
+    """With `overwrite` a run can resume from a checkpoint elsewhere, but not from its own folder's.
+
+    Those of its own folder are put aside when it begins.
+    """
     run = write_run(tmp_path / "run", 4, 8)
     elsewhere = write_checkpoint(tmp_path / "other", 6)
     names_before = names_of_files(run)
@@ -124,7 +127,10 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
-    """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
+    """A checkpoint in the folder for the old run, or for unfinished saves, cannot be resumed from.
+
+    The run that goes on from it would delete it. After it is moved elsewhere it is used.
+    """
     run = write_run(tmp_path / "run", 4, 8)
     move_old_run_aside(run)
     write_checkpoint(run, 2)  # of the run after it
@@ -158,7 +164,11 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
 
 
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
-    """A model, a prepared data set, or a project, which `--output_dir` names by mistake."""
+    """A folder without a run is refused if a run would write over one of its files.
+
+    It may be a model, prepared data or a project that `--output_dir` names by mistake. After a run
+    has left its manifest, the folder can be used.
+    """
     names = ("README.md", "config.json", "model.safetensors", "manifest.json", "rollouts/mine")
     # TRL's, of a run whose engine did not start
     (tmp_path / "begun" / "completions").mkdir(parents=True)
@@ -178,7 +188,11 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
 
 
 def test_what_the_run_reads_is_not_replaced(tmp_path):
-    """A second stage that begins from the model of the run that it replaces."""
+    """A run that reads its model or data from the run that it would replace is refused.
+
+    That may be a second stage of training. Paths outside that run's files, and names on the hub,
+    are taken.
+    """
     run = write_run(tmp_path / "run", 4)
     for name in ("merged", "eval"):
         (run / name).mkdir()
@@ -209,7 +223,11 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
     tmp_path,
 ):
-    """The old run has been put aside, and the new one has logged a step and crashed."""
+    """After a new run crashed before its first checkpoint, the next start begins anew.
+
+    The old run has been put aside when the new one begins, and stays aside as it was, until
+    `delete_old_run`.
+    """
     run = write_run(tmp_path, 4, 8)
     assert move_old_run_aside(run) == str(run / OLD_RUN_FOLDER)
     assert list_checkpoints(run) == []
@@ -235,7 +253,10 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
 def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
-    """Something whole is in the folder or aside, whatever the order of starts, crashes and saves."""
+    """A whole checkpoint is in the folder or put aside after any starts, crashes and saves.
+
+    "set aside" is a start that replaces the run, "checkpoint" a save, and "crash" changes nothing.
+    """
     run = write_checkpoint(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
@@ -252,7 +273,7 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
-    """Its model would be replaced by that of another training."""
+    """A finished run whose checkpoints are gone is refused, since its model would be replaced."""
     run = write_run(tmp_path)
     with pytest.raises(
         UserError,
@@ -272,7 +293,7 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
 def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     adora_run, tmp_path, capsys
 ):
-    """A command that is refused deletes nothing; one that trains two steps replaces the old run."""
+    """The old run stays if the command is refused, and goes when a run of two steps has saved."""
     run = shutil.copytree(adora_run, tmp_path / "run")
     names_before = names_of_files(run)
     wrong_arguments = tiny_run_arguments(
@@ -404,7 +425,10 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_run, tmp_path):
-    """It is found before the run, and where it appears only before the old run is moved."""
+    """Each file of `MAKE_USERS_FILE` in a run's folder is refused by name before anything moves.
+
+    It is looked for at the start, and again when the old run is put aside.
+    """
     for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
         run = shutil.copytree(finished_run, tmp_path / str(number) / "run")
         make_users_file(run)
@@ -423,7 +447,11 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_r
 @pytest.mark.slow
 @pytest.mark.core
 def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monkeypatch):
-    """Foreign files are named before the weights are loaded; without them the old run goes."""
+    """With `overwrite_output_dir` files of the user's are refused; without them a run is replaced.
+
+    They are named before the weights are loaded. `learning_rate` differs from that of the run in
+    the folder, so the plain command is refused as well, and says what the flag would delete.
+    """
     for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
         MAKE_USERS_FILE[name](run)
     contents_before = folder_contents(run)
@@ -447,6 +475,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     line = capsys.readouterr().err.splitlines()[-1]
     assert "learning_rate" in line
     assert "; set it back, choose another output_dir, or start anew with --" in line
+    # five are named in `goes`
     count = len(list_run_entries(run)) - 5
     goes = (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
@@ -478,7 +507,11 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
-    """The final model of a resumed run takes the place of the earlier one's, and of nothing else."""
+    """A resumed run refuses to write its final model over files of the user's, and names them.
+
+    Files that an earlier process of the run was saving when it was killed are the run's own, and
+    are written over.
+    """
     notes = json.loads((run / WRITTEN_FILES_RECORD).read_text())
     killed = shutil.copytree(run, tmp_path / "killed")
     for name in ("README.md", "config.json"):
@@ -508,7 +541,10 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
 
 
 def test_files_of_a_save_that_is_killed_twice_stay_the_runs(tmp_path):
-    """The second process finds what the first has left, and is killed before it has saved again."""
+    """Files that two processes were saving when they were killed are not taken for the user's.
+
+    The second one is killed before it has saved the file of the first again.
+    """
 
     def save_until_killed(name: str) -> None:
         with pytest.raises(RuntimeError), recording_saved_files(tmp_path, saves_model=True):
@@ -534,7 +570,10 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
-    """The same command changes no weights and no rollouts, and removes `stopped.json`."""
+    """A run that was stopped at its last step trains nothing when started again.
+
+    It leaves weights and rollouts as they are, and removes `stopped.json`.
+    """
     mark_stopped(run, TINY_RUN_STEPS)
     contents_before = {
         path: content
@@ -552,10 +591,10 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
 
 @pytest.mark.slow
 def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path, monkeypatch):
-    """The second start of a LoRA run leaves what the first would have left.
+    """A run that died between its last checkpoint and its final files is finished at the next try.
 
-    That is the adapter, the merged model, the figures of the steps since the last line of the log,
-    and a manifest that says `finished`.
+    It uses LoRA, and gets the adapter, the merged model, the figures of the steps since the last
+    line of the log, and a manifest that says `finished`. A start after that changes nothing.
     """
     keys: dict[str, Any] = {"use_peft": "true", "lora_r": 2, "logging_steps": 3}
     uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
@@ -603,7 +642,10 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
-    """The other process holds the lock of the folder until it is killed."""
+    """A run is refused while another process holds the lock of its folder, and can lock it after.
+
+    The folder also has a file that would be refused as the user's, which is not looked at.
+    """
     write_users_file(run / "config.json", "half")
     code = "import sys, pathlib; from adora_vl.checkpoint import resume; "
     code += "lock = resume.lock_output_dir(pathlib.Path(sys.argv[1]))"
@@ -624,7 +666,10 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
-    """A checkpoint without a manifest is another trainer's, and has to be moved away first."""
+    """An error that recommends `--overwrite_output_dir` says what has to be moved away first.
+
+    That is a checkpoint without a manifest here, as another trainer writes it.
+    """
     write_users_file(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
@@ -645,7 +690,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
-    """Nothing that such runs leave behind is taken for a file of the user's."""
+    """A stopped, resumed or killed run leaves nothing that is taken for a file of the user's."""
     assert list_users_files(resumed_run.folder) == []
     mark_stopped(run, 4)
     for path in list_run_entries(run):
@@ -669,7 +714,10 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
 def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(
     run, monkeypatch
 ):
-    """The sixth of its moves does not happen any more."""
+    """A run that is killed in the midst of putting another one aside can be started again.
+
+    The sixth of its moves is the one that does not happen.
+    """
     moves = iter([True] * 5)
     rename = Path.rename
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
@@ -681,7 +729,11 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
-    """The note has a hash of each file that a run has saved."""
+    """Without the run's record of its files, its model counts as the user's and has to be moved.
+
+    `WRITTEN_FILES_RECORD` has a hash of each file that a run has saved. A record that no run can
+    have written is the user's too.
+    """
     (run / WRITTEN_FILES_RECORD).unlink()
     with pytest.raises(
         UserError,
@@ -696,7 +748,7 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
-    """Neither has files of the user, and through a link the run itself is moved aside."""
+    """A copied run has no files of the user's, and through a link the run itself is moved aside."""
     # as users copy: with other times
     subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
     assert list_users_files(tmp_path / "copy") == []
@@ -708,7 +760,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
-    """The folder has the name in which a run makes its checkpoints."""
+    """A folder named as the one for unfinished saves is refused, unless a run is around it."""
     write_users_file(tmp_path / STAGING_FOLDER / "mine")
     with pytest.raises(
         UserError,
@@ -721,7 +773,11 @@ def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
 
 
 def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
-    """One save is whole, one fails, and one is of a process that does not save the model."""
+    """Files that a process writes while it saves the model are noted as the run's, and no others.
+
+    One save succeeds, one fails, and one is of a process that does not save the model. A file that
+    was there, or is behind a link, stays the user's.
+    """
     write_users_file(tmp_path / "merged" / "mine")
     write_users_file(tmp_path / "notes.txt")
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
@@ -741,7 +797,7 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
 
 
 def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeypatch):
-    """TRL copies the config and the model into the run's folder before it pushes them."""
+    """Files that TRL copies into the run's folder for a push to the hub count as the run's."""
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(
         stock, lambda self, folder: write_users_file(tmp_path / "config.json", folder)

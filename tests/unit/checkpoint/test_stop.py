@@ -32,9 +32,9 @@ STATE_AT_START = trainer_state(0)
 
 @contextlib.contextmanager
 def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
-    """Yield a clock that stands still until its `now` is set, and a list of signals.
+    """Yield a clock that a test sets by `now`, and the list of signals that a run sends to itself.
 
-    These are the signals that a run has sent to itself, to end at once.
+    A run sends itself a signal to end at once. It is only noted here, and no handler is installed.
     """
     clock = SimpleNamespace(now=0.0)
     kills = []
@@ -76,7 +76,10 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
 
 
 def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
-    """A launcher ends the other processes with SIGTERM when one of them has failed."""
+    """After an error of its own a run is silent about SIGTERM; otherwise it says that it saves.
+
+    A launcher ends the other processes with SIGTERM when one of them has failed.
+    """
     run = StopOnSignal()
     with contextlib.suppress(RunError), run:
         raise RunError("step 3: stop")
@@ -92,9 +95,9 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
 
 @pytest.fixture
 def signal_handlers():
-    """Puts the handlers of this process back.
+    """Put the handlers of this process back after the test; before it, SIGHUP has its default.
 
-    Under nohup SIGHUP is ignored; here it is as in a terminal.
+    Under nohup it would be ignored.
     """
     handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -107,7 +110,10 @@ def signal_handlers():
 def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_on(
     signal_handlers, monkeypatch, elastic
 ):
-    """torch's launcher handles SIGHUP under nohup too, and kills what does not end."""
+    """A run that inherits an ignored SIGHUP, as under nohup, ignores it, unless torch started it.
+
+    torch's launcher handles SIGHUP under nohup too, and kills processes that do not end.
+    """
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if elastic:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -122,7 +128,10 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
-    """Each rank gathers after a step whether any of them has got a signal."""
+    """A rank saves and stops after a step if any rank has received a signal.
+
+    The replaced `gather` adds a rank that has received `elsewhere` signals.
+    """
     for signals_elsewhere, stops in ((0, False), (1, True)):
         monkeypatch.setattr(
             "adora_vl.checkpoint.stop.gather",
@@ -184,9 +193,9 @@ sys.stdin.read()
 
 
 def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_save():
-    """A launcher that is killed cannot end its child, which would train on alone.
+    """A process whose launcher was killed ends by itself, and saves if it has a handler for that.
 
-    The child has a handler that saves, or none yet.
+    Otherwise it would train on alone. The child of `ORPHAN_CODE` has such a handler with "saves".
     """
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
     for moment, expected in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
@@ -205,7 +214,10 @@ def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_
 
 
 def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
-    """Variables of the environment say whether torchrun or accelerate started it."""
+    """Only a process of torchrun or accelerate watches its launcher, to end with it.
+
+    Environment variables tell whether there is one.
+    """
     assert not any(
         launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION")
     )
@@ -238,7 +250,10 @@ print("to nobody", file=sys.stderr, flush=True)
 
 
 def test_output_that_nobody_reads_any_more_does_not_end_a_run():
-    """`accelerate launch ... | tee log`: Ctrl-C ends tee as well."""
+    """A process whose stdout and stderr are closed goes on, as after Ctrl-C in `... | tee log`.
+
+    Ctrl-C ends tee, which read them.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", TALKER_CODE],
         cwd=ROOT,
@@ -276,7 +291,11 @@ LAUNCHERS: list[tuple[dict[str, str], bool]] = [
 
 @pytest.mark.usefixtures("signal_handlers")
 def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
-    """torch's launcher waits 30 seconds after a signal, unless it was told to wait longer."""
+    """Rank 0 warns, once, if the launcher kills its processes too early for a save.
+
+    torch's launcher waits 30 seconds after a signal, unless an environment variable or accelerate's
+    config sets another time.
+    """
     for environment, too_early in LAUNCHERS:
         for name in (
             "TORCHELASTIC_RUN_ID",
@@ -374,7 +393,10 @@ def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", slow_command_modules())
 def test_a_command_that_is_interrupted_says_so_in_one_line(module, tmp_path):
-    """Ctrl-C comes at the first slow import, or when the first file is opened."""
+    """A command that Ctrl-C interrupts ends with its own exit code and one line.
+
+    Ctrl-C comes at the first slow import, or when the first file is opened.
+    """
     arguments = WORDS_BY_COMMAND.get(
         module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")]
     )
@@ -403,7 +425,10 @@ def test_a_script_of_the_users_keeps_its_traceback(tmp_path):
 
 
 def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, capsys):
-    """Ctrl-C comes while the trainer is built, then while the config is checked."""
+    """Ctrl-C outside of the training ends the command with its own exit code and one line.
+
+    It comes while the trainer is built, and then while the config is checked.
+    """
 
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt

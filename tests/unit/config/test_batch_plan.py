@@ -50,7 +50,10 @@ def transformers_steps(layout: BatchLayout, rows: int, epochs: float) -> tuple[i
 
 @given(LAYOUTS, st.integers(min_value=1, max_value=60), st.floats(min_value=0.125, max_value=3))
 def test_a_dry_run_counts_the_steps_that_transformers_takes(layout, rows, epochs):
-    """The last step of an epoch may accumulate over fewer generations, and is a step too."""
+    """A dry run counts as many optimizer steps per epoch and run as Transformers takes.
+
+    The last step of an epoch may accumulate over fewer generations, and is a step too.
+    """
     assume(layout.generation_batch % layout.num_generations == 0)
     assume(rows >= layout.prompts_per_generation)
     keys = Mock(max_steps=-1, num_train_epochs=epochs)
@@ -66,7 +69,11 @@ def test_a_dry_run_counts_the_steps_that_transformers_takes(layout, rows, epochs
 def test_a_run_over_epochs_has_finished_with_its_last_step_and_not_before(
     tmp_path, epochs, max_steps
 ):
-    """Started again it would take one step more than its epochs have, and save another model."""
+    """A checkpoint counts as the finished run at the last step of Transformers, and at none before.
+
+    Without that, a finished run that is started again would take one step more than its epochs
+    have.
+    """
     layout = BatchLayout(
         micro_batch_rows=4,
         num_generations=4,

@@ -36,9 +36,10 @@ SLOW = ("torch", "transformers", "trl", "vllm", "datasets")
 
 
 def test_help_answers_at_once():
-    """No command imports a slow library for its help; seconds would depend on the machine.
+    """No command imports one of the slow libraries `SLOW` to print its help.
 
-    All commands run in one process, since a slow import would be noticed after any of them.
+    Seconds would depend on the machine. All commands run in one process, since a slow import would
+    be noticed after any of them.
     """
     code = (
         "import runpy, sys\n"
@@ -63,7 +64,7 @@ def test_help_answers_at_once():
 
 
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
-    """At most 45 lines of 100 characters, which name keys that exist."""
+    """The short help has at most 45 lines of 100 characters, and each key in it exists."""
     text = help_text(["--config", "nowhere.yaml", "--help"])
     assert len(text.splitlines()) <= 45  # the lines of a screen
     assert max(map(len, text.splitlines())) <= 100
@@ -101,7 +102,10 @@ def test_every_key_stands_once_in_the_long_help_with_what_it_means():
 
 
 def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
-    """MISSING is a default that is computed, which the source does not show."""
+    """A default that is read from the source code of a config class is that of the class itself.
+
+    MISSING stands for a default that is computed, which the source does not show.
+    """
     key_by_name = config_key_by_name()
     wrong_defaults = {}
     all_fields = [field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass)]

@@ -23,6 +23,10 @@ def loop(tmp_path):
 
 
 def test_a_key_with_a_path_that_cannot_exist_is_refused(loop, subtests):
+    """A path that is too long, has a null character or loops is refused by every key with a path.
+
+    `loop`: a link to itself.
+    """
     reasons = {
         "x" * 300: "File name too long",
         "a/" * 3000: "File name too long",

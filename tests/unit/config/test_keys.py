@@ -285,7 +285,7 @@ def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
 
 
 def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours():
-    """Null is refused too, by every key that is not annotated with None."""
+    """Our keys with a number refuse `NOT_NUMBERS`, and null if they are never None."""
     number_keys = [key for key in OUR_KEYS if types_in(ANNOTATION_BY_KEY[key]) & {int, float}]
     never_null = [key for key in number_keys if NoneType not in types_in(ANNOTATION_BY_KEY[key])]
 
@@ -295,7 +295,10 @@ def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours()
 
 
 def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list():
-    """The keys of TRL and the options of methods are among them, so there are more than 70."""
+    """NaN and infinity are refused by every key with numbers, and within mappings and lists.
+
+    Keys of TRL and options of methods are among them.
+    """
     numbers: list[str] = []
     for key, hint in {**ANNOTATION_BY_KEY, **ANNOTATION_BY_METHOD_OPTION}.items():
         types = types_in(hint)
@@ -311,7 +314,10 @@ def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list
 
 
 def test_a_name_is_one_of_its_list_and_a_wrong_one_is_answered_with_the_nearest():
-    """The misspelt name lacks its last letter, so the error proposes the whole one."""
+    """A key with a list of names takes these alone; a misspelt one is answered with the right one.
+
+    The misspelt name lacks the last letter of the first one.
+    """
     for key, names in WORDS_BY_KEY.items():
         hint = ANNOTATION_BY_KEY[key]
         for name in names:
@@ -343,7 +349,10 @@ def test_a_switch_is_true_or_false():
 
 
 def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
-    """Names of models, data sets, hosts and folders; `deepspeed` may name a file with a mapping."""
+    """An empty name of a model, data set, host or folder is refused, and a mapping that is none.
+
+    `deepspeed` may name a JSON file with a mapping, which needs a stage of ZeRO.
+    """
     assert wrongly_taken(NEVER_EMPTY, ["", "  ", True]) == []
     assert wrongly_taken(MAPPING_KEYS, ["{", "[1]", 5, "", "nowhere"]) == []
     assert "a JSON file with a mapping in it" in error_of("deepspeed", __file__)
@@ -385,7 +394,7 @@ def test_what_trl_refuses_is_told_in_its_own_sentence_in_one_line():
 
 
 def test_file_command_line_and_python_say_the_same(tmp_path):
-    """A wrong value of each kind has the same error line by each of the three ways."""
+    """A wrong value has the same error line in a file, on the command line and in Python."""
     path = tmp_path / "c.yaml"
     wrong_values: dict[str, Any] = {
         "adora_max_drift": -2,
@@ -457,7 +466,10 @@ def test_python_code_gets_the_value_and_type_that_a_config_file_gets(key, tmp_pa
     st.sampled_from(["null", "NULL", "~", " null ", None, "none", "None", ["null"]]),
 )
 def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
-    """Otherwise `--adora_system_prompt none` would train with the prompt "none"."""
+    """null and none, in any spelling, become None or are refused; two keys have a value none.
+
+    Otherwise `--adora_system_prompt none` would train with the prompt "none".
+    """
     hint = ANNOTATION_BY_KEY[key]
     # Here none is a path, or a text of a key that is never null.
     says_none = written is not None and "none" in str(written).lower()
@@ -475,7 +487,7 @@ def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
 
 
 def test_the_documentation_has_every_key_of_ours_with_its_default():
-    """They are in the tables of docs/configuration.md, which says one default in words."""
+    """The tables of docs/configuration.md have every key of this project with its default."""
     page = (ROOT / "docs/configuration.md").read_text()
     # A row is | `key`, `key` | default | ...
     rows = re.findall(r"^\| (`[\w.]+`(?:, `\w+`)*) \| (.*?) \|", page, re.M)
@@ -486,6 +498,7 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
     assert text_by_key.keys() >= OUR_KEYS
     defaults = key_defaults()
     assert text_by_key["adora_prompt"].replace("\\n", "\n") == defaults["adora_prompt"]
+    # the page says its default in words
     in_words = {"adora_eval"}
     for key in OUR_KEYS - in_words - {"adora_prompt"}:
         documented = yaml.safe_load(text_by_key[key])
@@ -493,7 +506,10 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
 
 
 def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
-    """More of them would be more than a person reads; one that is nowhere shown is never used."""
+    """This project has at most 42 keys of its own, each of which annotated.yaml explains.
+
+    More would be more than a person reads; a key that is nowhere shown is never used.
+    """
     keys = OUR_KEYS - OPTION_CLASSES.keys()
     annotated_config = read_config_file(ROOT / "configs" / "train" / "annotated.yaml")
     explained = {

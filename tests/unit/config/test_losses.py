@@ -58,7 +58,10 @@ TAKEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("keys", "begins", "remedy"), REFUSED)
 def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, remedy):
-    """CISPO with TRL's default epsilon, for example, would clip what its paper never clips."""
+    """A loss with keys that would make another loss of it is refused in one line with the remedy.
+
+    CISPO with TRL's default epsilon, for example, would clip what its paper never clips.
+    """
     with pytest.raises(UserError) as caught:
         check_loss(cpu_config(**keys))
     line = str(caught.value)

@@ -40,7 +40,7 @@ def training_config_of(method: str = "adora", options: str = "", **keys: object)
 
 
 def test_the_default_is_adora_by_its_own_keys():
-    """Without `adora_method` a run uses ADORA; with its mode off the advantages are TRL's."""
+    """Without `adora_method` a run uses ADORA; with `mode: off` the advantages are TRL's."""
     training_config = training_config_of(options="{factor: 0.3, tau: 0.4}")
     assert isinstance(training_config.adora_method, dict)
     assert training_config.adora_method["adora"]["factor"] == 0.3
@@ -55,7 +55,10 @@ def test_the_default_is_adora_by_its_own_keys():
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
-    """`dr_grpo` sets loss_type; `dapo` its epsilon_high, unless `keep_settings` names the key."""
+    """A method sets TRL's keys that belong to it, with a note, but not those in `keep_settings`.
+
+    `dr_grpo` sets loss_type, and `dapo` epsilon_high.
+    """
     training_config = training_config_of("dr_grpo", loss_type="grpo")
     assert (training_config.loss_type, training_config.scale_rewards) == ("dr_grpo", "none")
     assert any("loss_type: dr_grpo (was grpo" in line for line in notes_on_methods(training_config))
@@ -70,7 +73,7 @@ def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
 
 
 def test_options_come_from_a_yaml_block(tmp_path):
-    """An option with `start`, `end`, `shape` and `steps` is a schedule."""
+    """Options of a method may be a YAML block; one with `start`, `end`, `shape` is a schedule."""
     path = tmp_path / "c.yaml"
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
@@ -223,10 +226,10 @@ def folder_with_methods(tmp_path, monkeypatch):
 def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(
     folder_with_methods, monkeypatch
 ):
-    """A user's file gives a method as a function or as a class, which may also choose groups.
+    """A method in a user's file may be a function, or a class that also chooses groups with signal.
 
-    `Solvable` has no signal in the first group, so its advantages become 0. The file is looked for
-    beside the config, and its text is part of the run's hashes.
+    `Solvable`, of docs/methods.md, finds no signal in the first group, so its advantages become 0.
+    The file is looked for beside the config, and its text is part of the run's hashes.
     """
     # two groups of eight rollouts, with one and with two right answers
     groups = Groups(
@@ -259,7 +262,10 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
 
 
 def test_a_mistake_in_a_method_of_a_file_is_named(folder_with_methods):
-    """Each case: the method, its options, and a pattern for the error line."""
+    """A method of a file that is misspelt, has wrong options or fails is refused with the mistake.
+
+    Each case: the method, its options, and a pattern for the error line.
+    """
     for method, options, expected in (
         (
             "my_methods.py:Solvible",
@@ -327,7 +333,10 @@ class Doubled(Method):
 
 
 def test_python_passes_a_function_or_a_class_in_place_of_a_name():
-    """A function or a class works as a method from Python, and its name is what is recorded."""
+    """Python code may pass a function or a class as a method, which is recorded by its name.
+
+    `halved` and `Doubled` change the advantages by a factor.
+    """
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False}
     rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected_PG = group_advantages(rewards_PG)

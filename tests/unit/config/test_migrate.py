@@ -121,7 +121,10 @@ CONFIG_AND_MIGRATED_BY_TRAINER: dict[str, tuple[str, dict[str, Any], list[str]]]
 
 @pytest.mark.parametrize("trainer", CONFIG_AND_MIGRATED_BY_TRAINER)
 def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp_path, capsys):
-    """`migrate TRAINER c.yaml` writes c.adora.yaml, and prints what a user has to look at."""
+    """`migrate TRAINER c.yaml` writes c.adora.yaml, and prints what a user has to look at.
+
+    All keys of the written file are ones that a training takes.
+    """
     text, expected, expected_lines = CONFIG_AND_MIGRATED_BY_TRAINER[trainer]
     (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
     (tmp_path / "c.yaml").write_text(text)
@@ -140,7 +143,7 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
 
 
 def test_a_config_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    """The disk may be full, or the folder be missing or a file."""
+    """A config that cannot be written, on a full disk or below a file, ends in one line."""
     config = tmp_path / "c.yaml"
     config.write_text(EASYR1)
     with limit_file_size(10):
@@ -155,7 +158,7 @@ def test_a_config_that_cannot_be_written_is_one_line(tmp_path, capsys):
 def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
     """A value of another trainer's config that cannot be translated is named with its key.
 
-    A training that is started with such a config says which command translates it.
+    A training that is started with such a config names the command that translates it.
     """
     (tmp_path / "e.yaml").write_text(EASYR1.replace("device_for_update: 4", "device_for_update: 7"))
     assert main(["easyr1", str(tmp_path / "e.yaml")]) == 2
@@ -203,9 +206,10 @@ def by_level(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
-    """The signatures are EasyR1's for a batch and for one answer, and verl's in two forms.
+    """Reward functions in the forms of EasyR1 and verl get the arguments that they get there.
 
-    Each gets a right answer of two tokens from "geo", and a wrong one of a token.
+    The forms are EasyR1's for a batch and for one answer, and two of verl. Each gets a right answer
+    of two tokens from "geo", and a wrong one of a token from "else".
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forms.py").write_text(FORMS)
@@ -234,7 +238,10 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
 def test_extra_info_is_a_mapping_also_where_a_prepared_data_set_has_it_as_a_text(
     tmp_path, monkeypatch
 ):
-    """`by_level` rewards with the level of the row, which is its `extra_info` in verl."""
+    """A verl reward gets `extra_info` as a mapping, even from data that store it as JSON text.
+
+    `by_level` rewards with the level in it, and with 0 without one.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forms.py").write_text(FORMS)
     (by_level,) = choose_rewards(["forms.py:by_level"]).functions

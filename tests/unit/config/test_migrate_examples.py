@@ -256,9 +256,9 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
-    """The last line that `migrate` prints is a command: a dry run, which has a verdict.
+    """The command that `migrate` prints last, for a published example, is a dry run with a verdict.
 
-    Its data set is a table of our own with 520 rows, in the columns that the trainer expects.
+    The data set is a table of 520 rows, in the columns that the trainer expects.
     """
     monkeypatch.setattr(
         "adora_vl.utils.hub.hub_unavailable_reason", lambda: "the hub does not answer"
@@ -280,7 +280,10 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("trainer", SMALL)
 def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
-    """Two steps with the words of `SMALL`, as a user would try an example out."""
+    """A published example trains the tiny model for two steps after its migration.
+
+    The words of `SMALL` make it small, as a user would try it out.
+    """
     table = write_table(trainer, tmp_path, rows=8)
     config = migrated_config(trainer, tmp_path, [*dataset_words(trainer, table), *SMALL[trainer]])
     run = tmp_path / "run"

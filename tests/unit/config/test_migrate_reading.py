@@ -30,7 +30,10 @@ swift rlhf \\
 
 
 def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
-    """A word of our command (`--num_generations 8`) replaces the script's; $SEED has no value."""
+    """A shell script gives the values of its longest command, with its variables filled in.
+
+    A word of our command (`--num_generations 8`) replaces the script's; $SEED has no value.
+    """
     file = tmp_path / "train.sh"
     file.write_text(SCRIPT)
     source = read_source(file, ["--num_generations", "8"], nested=False)
@@ -91,7 +94,10 @@ def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch)
     ],
 )
 def test_a_launch_line_is_read_without_the_launchers_own_options(arguments, tmp_path, monkeypatch):
-    """`--num_processes` belongs to accelerate; a config that is named gives what the line lacks."""
+    """A launch line is read without accelerate's options such as `--num_processes`.
+
+    A config that it names gives what the line lacks.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
     assert main(["trl", *arguments]) == 0
@@ -102,7 +108,10 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(arguments, tmp_
 
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
-    """`MAX_PIXELS` is a key of ours, and `NPROC_PER_NODE` a matter of the launcher."""
+    """Environment variables before a pasted command are read, and are no values of its config.
+
+    `MAX_PIXELS` becomes a key of ours, and `NPROC_PER_NODE` is a matter of the launcher.
+    """
     line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
     migration = convert_config("swift", None, words=line.split())
     assert migration.keys["max_pixels"][0] == 1003520
@@ -112,7 +121,10 @@ def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
 
 
 def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
-    """EasyR1's commands name a file with all defaults, which a pasted command does not have."""
+    """A command whose base config is missing is migrated, with a remark on it and on what it lacks.
+
+    EasyR1's commands name a file with all defaults, which a pasted command does not have.
+    """
     monkeypatch.chdir(tmp_path)
     assert main(["easyr1", "config=examples/config.yaml", "worker.actor.model.model_path=m"]) == 0
     printed = capsys.readouterr().out
@@ -122,7 +134,7 @@ def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_foreign_text_stays_in_its_comment(tmp_path):
-    """Keys and values with line breaks, of whatever kind, must not become lines of our config."""
+    """Line breaks in foreign keys and values, of any kind, make no lines of the written config."""
     names = {
         "notes\nadora_reward: [hidden.py:f] #": 1,
         "value": "one\ntwo: 2\n\x85three: 3\u2028four: 4",
@@ -136,7 +148,10 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
 
 
 def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
-    """Two of the three values are verl's defaults, so they say nothing about this run."""
+    """Values without a counterpart are listed if they are not the other trainer's defaults.
+
+    Two of the three are verl's defaults, which say nothing about this run; `--all` lists them too.
+    """
     values = [
         "reward_model.reward_manager=naive",
         "trainer.critic_warmup=0",
@@ -178,7 +193,10 @@ def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
 
 
 def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
-    """verl adapts all linear layers, unless it excludes or names some."""
+    """A LoRA adapter is put on the layers that the other trainer adapts.
+
+    verl adapts all linear layers, unless it excludes or names some.
+    """
     base = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_rank=8"]
     excluded = "actor_rollout_ref.model.exclude_modules=.*visual.*"
     both = convert_config("verl", None, words=[*base])
@@ -302,7 +320,10 @@ RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
 
 @pytest.mark.parametrize("key", ["bypass_mode", "bypass_old_logprob_for_rollout"])
 def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, capsys):
-    """The keys go together, and nothing of the mode is left without a counterpart."""
+    """verl's bypass mode becomes `old_logps: engine`, with the keys that go with it.
+
+    None of verl's keys of that mode is reported as without a counterpart.
+    """
     section = "algorithm.rollout_correction"
     scores = "actor_rollout_ref.rollout.calculate_log_probs=True"
     output = tmp_path / "bypass.yaml"

@@ -101,7 +101,7 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
 
 
 def test_how_people_write_a_value(tmp_path):
-    """Each case of `SPELLINGS` has the expected value, and the type of it."""
+    """Each spelling of a value in `SPELLINGS` gives the expected value, of the expected type."""
     misread = []
     for content, arguments, key, expected in SPELLINGS:
         (tmp_path / "c.yaml").write_text(content)
@@ -142,7 +142,10 @@ def test_a_list_is_written_with_spaces_commas_or_brackets(words):
 
 
 def test_command_line_over_file_over_default(tmp_path, monkeypatch):
-    """`learning_rate` is in both, `num_generations` in the file, `adora_truncated` in neither."""
+    """The command line comes before the file, and the file before the default.
+
+    `learning_rate` is in both, `num_generations` in the file, `adora_truncated` in neither.
+    """
     monkeypatch.setenv("OF_THE_FILE", "before")
     (tmp_path / "c.yaml").write_text(
         "env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n"
@@ -223,7 +226,7 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
 
 
 def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
-    """`smoke_cpu` is a config that is shipped, in configs/train."""
+    """`--config smoke_cpu` is the shipped recipe of that name, unless a file has that name."""
     monkeypatch.chdir(tmp_path)
     for name in ("smoke_cpu", "smoke_cpu.yaml"):
         assert parse_command(["--config", name]).file.parent.name == "train"
@@ -234,7 +237,10 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 
 def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkeypatch):
-    """`accuracy, {judge: ...}, 'a,b'` are four rewards, of which one has options."""
+    """A config file is read once, and a list in it may have mappings and texts with commas.
+
+    `accuracy, {judge: ...}, 'a,b'` are four rewards, of which one has options.
+    """
     (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
     counting_read = Mock(wraps=read_mapping)
     monkeypatch.setattr(command, "read_mapping", counting_read)
@@ -263,7 +269,11 @@ def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces
 def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(
     tmp_path,
 ):
-    """ADORA's criteria stay, without weights, unless the new method names ADORA or is a mapping."""
+    """ADORA's criteria in a config stay, without weights, if the command line names another method.
+
+    Then both runs log the same metrics of the groups. A method that names ADORA, or is a mapping,
+    replaces all.
+    """
     path = tmp_path / "c.yaml"
     path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
     # ADORA without its weights, so that both runs log the same metrics of the groups
@@ -291,9 +301,9 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
-    """They are read from the libraries' sources; another version of TRL has one error line.
+    """The keys that are read from the libraries' sources are those of the config classes.
 
-    Such a version is imitated with files that are not there.
+    Another version of TRL, which is imitated with files that do not exist, ends in one line.
     """
     assert trl_keys.config_key_by_name().keys() == {
         key.name for dataclass in CONFIG_DATACLASSES for key in fields(dataclass) if key.init

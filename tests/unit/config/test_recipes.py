@@ -80,7 +80,10 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
 
 
 def test_each_config_s_header_names_its_accelerate_config():
-    """`ACCELERATE_CONFIG_BY_RECIPE` is the pair that the tests use, as {"smoke_cpu": "cpu"}."""
+    """A recipe whose header names accelerate configs names the one that the tests use it with.
+
+    They are paired in `ACCELERATE_CONFIG_BY_RECIPE`, as {"smoke_cpu": "cpu"}.
+    """
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         header = (
             (CONFIGS_FOLDER / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
@@ -129,7 +132,7 @@ def test_recipes_that_are_compared_differ_only_in_what_is_compared():
 
 
 def test_an_accelerate_config_is_one_that_accelerate_reads():
-    """Its file name says whether it uses DeepSpeed, and which stage of ZeRO."""
+    """accelerate reads each shipped config, which has the stage of ZeRO that its file name says."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     for path in sorted((CONFIGS_FOLDER / "accelerate").glob("*.yaml")):
@@ -140,7 +143,10 @@ def test_an_accelerate_config_is_one_that_accelerate_reads():
 
 
 def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monkeypatch):
-    """The key reaches torch's launcher: accelerate passes it on without knowing it."""
+    """`shutdown_timeout` of the ZeRO configs reaches torch's launcher: 3600 seconds to save.
+
+    accelerate passes the key on without knowing it.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import _filter_args
     from torch.distributed import run
@@ -184,7 +190,11 @@ def layout_with(**changes: Any) -> BatchLayout:
 
 
 def test_the_numbers_of_a_run():
-    """Two processes, each with 4 micro-batches of 8 rollouts in a generation and in a step."""
+    """The sizes of a run's batches follow from its keys by TRL's rules.
+
+    `layout_with` has two processes, each with 4 micro-batches of 8 rollouts in a generation and in
+    a step.
+    """
     layout = layout_with()
     assert layout.global_batch == 2 * 8
     assert layout.optimizer_batch == 2 * 8 * 4
@@ -209,7 +219,10 @@ def test_the_numbers_of_a_run():
 
 
 def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
-    """The 64 rollouts of a generation are no multiple of 12, and 7 rows no 8 prompts."""
+    """A generation that is no multiple of the groups is refused, and so are too few rows for one.
+
+    64 rollouts are no multiple of 12, and 7 rows are fewer than its 8 prompts.
+    """
     config = config_with()
     config.num_generations = 12  # planned for other processes than TRL has checked it for
     with pytest.raises(
@@ -271,7 +284,7 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
 
 
 def test_the_annotated_config_trains_what_the_smoke_test_trains():
-    """The only keys that differ, after parsing, are those that say where it writes."""
+    """annotated.yaml and smoke_cpu.yaml differ, after parsing, only in where they write."""
     value_by_key: dict[str, dict[str, Any]] = {"annotated": {}, "smoke_cpu": {}}
     for name, values in value_by_key.items():
         for dataclass in parse_recipe(name):

@@ -70,7 +70,10 @@ def error_of_training(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFi
 def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
     subtests, error_of_training
 ):
-    """A command, a dry run and Python code all make the config that is checked here."""
+    """Sampling parameters whose effect the trainer could not reckon with are refused.
+
+    A command, a dry run and Python code all make the config that is checked here.
+    """
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
     sequence = {
         "use_vllm": True,
@@ -190,7 +193,10 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
 
 
 def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() -> None:
-    """A config is pickled into training_args.bin, which people publish with a model."""
+    """A copy of a config keeps its secrets and methods, and a pickled config has none.
+
+    A config is pickled into training_args.bin, which people publish with a model.
+    """
     secret = "hf_abcdefgh"  # noqa: S105  # of no account
     original = cpu_config(hub_token=secret, adora_method="dapo")
     for copied in (copy(original), deepcopy(original)):
@@ -204,7 +210,10 @@ def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() 
 
 
 def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
-    """A manifest has `...` for a secret; run as it stands, the command would log in with the dots."""
+    """A key whose secret is `...` is refused, as in a command that was copied from a manifest.
+
+    A manifest has `...` for a secret, and the command would log in with the dots.
+    """
     left_out: list[dict[str, Any]] = [
         {"hub_token": "..."},
         {"model_init_kwargs": {"token": "..."}},
@@ -219,7 +228,10 @@ def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots
 
 
 def test_keys_that_go_together_are_taken() -> None:
-    """What they do not go with is in the table of tests/integration/test_one_road.py."""
+    """Keys that go together are not refused.
+
+    Those that do not are in the table of tests/integration/test_one_road.py.
+    """
     check_machine.check_optimizer(cpu_config(optim_args="beta1=0.9, eps=1e-8"))
     schedule = cpu_config(
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
@@ -246,9 +258,10 @@ def test_keys_that_go_together_are_taken() -> None:
 
 
 def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
-    """3 micro-batches of a generation are one optimizer step of 2, and half of another one.
+    """A run whose rollouts may wait is refused if an optimizer step goes over a generation's end.
 
-    Rollouts wait with a budget of tokens, and where servers sample ahead.
+    Rollouts wait with a budget of tokens, and where servers sample ahead. 3 micro-batches of a
+    generation are one step of 2, and half of the next.
     """
     keys: dict[str, Any] = {
         "use_vllm": True,
@@ -273,7 +286,10 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
 
 
 def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects() -> None:
-    """`old_logps: engine` takes vLLM's log-probabilities for those of the old policy."""
+    """`old_logps: engine` is refused with keys that correct for the engine in another way.
+
+    It takes vLLM's log-probabilities for those of the old policy.
+    """
     keys: dict[str, Any] = {
         "adora_rollouts": {"old_logps": "engine"},
         "use_vllm": True,
@@ -297,7 +313,10 @@ def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects(
 
 
 def test_what_samples_with_older_weights_learns_by_the_engine_in_either_way() -> None:
-    """Rollouts over several steps need the ratio to the engine, or its log-probabilities."""
+    """A budget of tokens needs vLLM's importance correction, or `old_logps: engine`.
+
+    Rollouts then last several steps, and are sampled with older weights.
+    """
     keys: dict[str, Any] = {
         "use_vllm": True,
         "per_device_train_batch_size": 16,
@@ -326,7 +345,10 @@ def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> No
 
 
 def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
-    """With a budget, half a group on each of two processes, which TRL allows, is refused."""
+    """A budget of tokens is refused if a process has less than a whole group in a micro-batch.
+
+    Half a group of 8 on each of two processes is what TRL allows.
+    """
     keys = cpu_config(
         adora_rollouts={"budget": 100},
         use_vllm=True,
@@ -347,7 +369,10 @@ def model_config_with(text: dict[str, int], tower: dict[str, int]) -> Any:
 
 
 def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
-    """Two cards divide an engine (tensor parallelism), so an odd number of heads is refused."""
+    """Tensor parallelism over two cards is refused where a number of heads or columns is odd.
+
+    One key-value head is taken, since vLLM repeats it. In server mode nothing is checked.
+    """
     keys = cpu_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     text = {"num_attention_heads": 4, "num_key_value_heads": 1}
     tower = {"num_heads": 4, "intermediate_size": 8}
@@ -420,7 +445,7 @@ def check_broken_model_is_refused(
 
 
 def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, capsys):
-    """Building the trainer, which loads model and engine, raises an error of two lines."""
+    """An error while the model or the engine is loaded becomes one line with its first line."""
 
     def fails(run: object) -> None:
         raise RuntimeError("no room\nfor it")
@@ -432,7 +457,10 @@ def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, c
 
 
 def test_an_error_of_pydantic_says_what_was_wrong() -> None:
-    """vLLM checks its options with pydantic, whose errors have a first line without a reason."""
+    """An error of pydantic becomes one line that has its reason.
+
+    vLLM checks its options with pydantic, whose errors have a first line without a reason.
+    """
 
     class Options(BaseModel):
         heads: int
@@ -456,7 +484,10 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
 
 
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:
-    """Qwen2.5-VL-3B has one weight for its input embeddings and its output layer, 7B has two."""
+    """An adapter on the input embeddings or the output layer is refused if these share a weight.
+
+    They do in Qwen2.5-VL-3B; 7B has two weights.
+    """
     setting = Setting(False, torch.device("cpu"))
     tied = setting.config("3B", layers=1)
     untied = setting.config("7B", layers=1)

@@ -83,7 +83,10 @@ def unused_key_lines(
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
-    """No key of TRL or Transformers is ignored without a word."""
+    """Every key of TRL and Transformers is read, noted as unused, or refused.
+
+    A key that may be unused is in neither of the other sets.
+    """
     may_be_unused = {key for group in _CONDITIONAL_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}
     always_read = set(KEYS_THAT_ARE_READ.split())
@@ -115,9 +118,9 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
-    """No line is about a key with its default, and one line about a key with another value.
+    """A key that does nothing with the other keys has a note, if its value is not the default.
 
-    `reason` is how that line ends, as in `with use_vllm: true`.
+    `reason` is how the note ends, as in `with use_vllm: true`.
     """
     settings = RunSettings(cpu_config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
     assert notes_on_unused_keys(settings) == []
@@ -133,7 +136,7 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
 
 
 def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
-    """Both keys of an adapter do nothing without one, and share the line that says so."""
+    """Keys that do nothing for one reason share a line; a key that is read has none."""
     lora = ModelConfig(lora_r=4, lora_target_modules=["q_proj"])
     line = "lora_r, lora_target_modules: do nothing without use_peft: true, so all weights are"
     assert unused_key_lines(lora)[0].startswith(line)
@@ -153,7 +156,10 @@ def test_a_key_that_would_not_do_what_it_is_set_for_is_refused(keys, begins):
 
 
 def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
-    """`reduce_lr_on_plateau` is told the loss of TRL's evaluation, and not of our evaluators."""
+    """`reduce_lr_on_plateau` is refused without TRL's evaluation, whose loss it has to be told.
+
+    The evaluators of this project do not tell it theirs.
+    """
     plateau = cpu_config(
         lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=2
     )
@@ -163,7 +169,10 @@ def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
 
 
 def test_a_step_that_passes_over_a_generation_twice_is_refused():
-    """The weights have not changed, so the second gradient is the first one."""
+    """An optimizer step that has a generation's rollouts twice in it is refused.
+
+    The weights do not change in between, so the second gradient would be the first one.
+    """
     # steps_per_generation, num_iterations, gradient_accumulation_steps, whether they are taken
     cases = [
         (4, 2, 4, True),

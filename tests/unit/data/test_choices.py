@@ -45,12 +45,14 @@ ROWS: list[dict[str, Any]] = [
     {"q": "How long is AB?", "a": "B", "c": ["3", r"4 \sqrt { 2 }", "5"], "i": "pics/1.png"},
     {"q": "How long is BC?", "a": "3", "c": [], "i": "pics/2.png"},
 ]
+# what the default template makes of `ROWS`
 ASKED_TEXTS = [
     "Who?",
     "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\n"
     "Answer with the letter of the right choice.",
     "How long is BC?",
 ]
+# the prompt of the second row, with the default system prompt
 LINES_OF_WHOLE_PROMPT = [
     "[system]",
     r"Please reason step by step, and put your final answer within \boxed{}.",
@@ -61,7 +63,10 @@ LINES_OF_WHOLE_PROMPT = [
 
 @pytest.fixture(scope="module")
 def data_with_choices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A train and a test split, each with one row with choices among open ones."""
+    """A data set with `ROWS` as training split and as test split; one of three rows has choices.
+
+    The questions of the test split have "Again." behind them, since equal ones would be leaks.
+    """
     root = tmp_path_factory.mktemp("choices")
     source = write_user_jsonl(root / "in", ROWS)
     (root / "both").mkdir()
@@ -131,9 +136,9 @@ def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
 def test_training_and_evaluations_ask_in_the_same_words(
     data_with_choices: Path, subtests: pytest.Subtests
 ) -> None:
-    """A problem is asked alike in training, in its evaluations on the way, and by `eval.problems`.
+    """A problem is asked alike in training, in evaluations during it, and by `eval.problems`.
 
-    The data's test split, which is evaluated, has the training's questions with "Again." behind.
+    The test split, which is evaluated, has the questions of the training with "Again." behind.
     """
     alone = [row["q"] for row in ROWS]
     cases: list[tuple[str | None, list[str], list[str], list[str]]] = [
@@ -155,7 +160,10 @@ def test_training_and_evaluations_ask_in_the_same_words(
 
 
 def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data_with_choices: Path) -> None:
-    """The second row has the choices 3, 4√2 and 5, of which B is right."""
+    """The letter of the right choice is a correct answer, and so is its value.
+
+    The second row has the choices 3, 4√2 and 5, of which B is right. There is no choice D.
+    """
     row = load_split(data_with_choices, "train")[1]
     for answer, verdict in {
         "B": "correct",
@@ -183,7 +191,10 @@ def test_drawn_problems_are_asked_as_before(drawn_data: Path) -> None:
 
 
 def test_a_data_set_without_the_column_is_read(drawn_data: Path, tmp_path: Path) -> None:
-    """Data that was prepared before there were choices lacks the column."""
+    """Prepared data without the column `choices` are asked as those in which it is null.
+
+    Data that was prepared before there were choices lacks the column.
+    """
     (stored,) = split_files(drawn_data)["train"]
     (tmp_path / "data").mkdir()
     pq.write_table(pq.read_table(stored).drop_columns(["choices"]), tmp_path / "data" / stored.name)
@@ -195,7 +206,11 @@ def test_a_data_set_without_the_column_is_read(drawn_data: Path, tmp_path: Path)
 def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     data_with_choices: Path, drawn_data: Path, tmp_path: Path
 ) -> None:
-    """The fingerprint of such a run says null, as that of a run without a template does."""
+    """A run from before the default template goes on with `adora_prompt: null`, or without choices.
+
+    The fingerprint of such a run says null for the key, as that of a run without a template does.
+    With choices the default template would show them, so it is another run.
+    """
     fingerprint_before = {
         folder: {**fingerprint_of(folder), "adora_prompt": "null"}
         for folder in (data_with_choices, drawn_data)
@@ -239,7 +254,10 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
 def test_answers_of_before_count_for_the_same_questions_alone(
     data_with_choices: Path, drawn_data: Path
 ) -> None:
-    """The fingerprint of answers has the template only where it changes a question."""
+    """The fingerprint of an evaluation has the prompt template only if it changes a question.
+
+    So stored answers without a template count for data without choices alone.
+    """
     for folder, asked_with in ((drawn_data, None), (data_with_choices, DEFAULT_PROMPT)):
         options = evaluation_options(folder)
         unused = BENCHMARK.load(options).unused_options
@@ -250,7 +268,7 @@ def test_answers_of_before_count_for_the_same_questions_alone(
 def test_one_whole_prompt_is_shown_where_a_person_looks(
     data_with_choices: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`inspect` prints the prompt of one row with choices, and its page shows it once."""
+    """`inspect` prints one whole prompt with choices, and its page shows it once."""
     assert data_prep(["inspect", str(data_with_choices)]) == 0
     output = capsys.readouterr().out
     assert "\n".join(f"  {line}" for line in LINES_OF_WHOLE_PROMPT) in output
@@ -267,7 +285,10 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
 
 
 def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
-    """The row has an escape code that sets the title of a terminal, and a mark that turns text."""
+    """`convert` prints one whole prompt without the control characters that a row may have.
+
+    The row has an escape code that sets a terminal's title, and a mark that turns text round.
+    """
     source = write_user_jsonl(
         tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
     )
@@ -291,7 +312,10 @@ def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
 def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
     data_with_choices, tmp_path, capsys
 ):
-    """The text stands between the tokens of Qwen's chat template."""
+    """A dry run prints one whole prompt with the tokens of the model's chat template, here Qwen's.
+
+    With both prompts null there are no choices in it, and a written config keeps the nulls.
+    """
     arguments = [
         "--num_generations",
         "2",
@@ -351,7 +375,11 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(
 def test_quoted_figures_of_open_questions_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Published figures of Geometry3K are of questions without their choices."""
+    """A comparison notes that published figures are of open questions if this one showed choices.
+
+    Published figures of Geometry3K are of questions without their choices. The prompt None shows
+    none.
+    """
     for prompt, is_noted in ((None, False), (DEFAULT_PROMPT, True)):
         items = [{"pid": "1", "verdict": "correct"}]
         score = {

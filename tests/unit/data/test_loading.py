@@ -75,7 +75,10 @@ def script_arguments(*arguments: object) -> Any:
 
 
 def test_every_share_is_kept_and_every_row_comes() -> None:
-    """A mixture of 300 and 50 rows is a list of row numbers, in which rows 300 to 349 repeat."""
+    """A mixture has every row at least once and each data set's share; its seed decides the order.
+
+    300 and 50 rows give a list of row numbers, in which rows 300 to 349 repeat.
+    """
     rows = draw_mixture([300, 50], [0.7, 0.3], seed=1)
 
     assert set(rows) == set(range(300 + 50))
@@ -86,8 +89,9 @@ def test_every_share_is_kept_and_every_row_comes() -> None:
 
 
 def test_a_mixture_goes_on_where_it_was_interrupted(large_and_small: list[Path]) -> None:
-    """The rows of a run of three epochs, and of one that another process goes on with in the second
-    epoch.
+    """A run that resumes in its second epoch draws the rows that it would have drawn uninterrupted.
+
+    The epochs drawn are three, and the last two alone.
     """
 
     def order(epochs: range) -> list[str]:
@@ -104,7 +108,10 @@ def test_a_mixture_goes_on_where_it_was_interrupted(large_and_small: list[Path])
 
 
 def test_several_data_sets_are_one_with_the_columns_of_all(large_and_small: list[Path]) -> None:
-    """A row of a data set without the column `tip` has null there."""
+    """Several data sets become one with the columns of all; a row is null where its set has none.
+
+    `small` lacks the column `tip`.
+    """
     script = script_arguments("--dataset_name", *large_and_small)
     rows = load_rows(script, data_folders(script), seed=0)
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
@@ -116,7 +123,10 @@ def test_several_data_sets_are_one_with_the_columns_of_all(large_and_small: list
 def test_a_resume_sees_another_data_set_share_prompt_or_order(
     large_and_small: list[Path], tmp_path: Path
 ) -> None:
-    """Each of these settings is in the fingerprint of a run, under its key."""
+    """Another mixture, order of data sets or prompt changes the fingerprint under its own key.
+
+    A system prompt that is read from a file counts by its text.
+    """
 
     def run_fingerprint(*words: object) -> dict[str, str]:
         """Return the fingerprint of a training with these arguments."""
@@ -150,7 +160,11 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
 def test_a_table_is_named_with_its_columns_and_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The converted table is kept in a cache, and converted again when it or a picture changes."""
+    """A table that `adora_columns` describes is converted once, and again when its content changes.
+
+    That is also when a picture changes, but not when only its time does. The converted table is
+    kept in a cache.
+    """
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
     source = write_user_jsonl(tmp_path / "in", rows)
@@ -209,7 +223,10 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
 def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(
     tmp_path, monkeypatch
 ):
-    """The table has five rows, and seven by the time that its conversion ends."""
+    """A table that changes while it is converted is converted again at the next start.
+
+    It has five rows, and seven by the time that its conversion ends.
+    """
     table = tmp_path / "t.jsonl"
     convert_table = convert_module.convert
 
@@ -232,7 +249,10 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
 def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
     tmp_path, monkeypatch
 ):
-    """`datasets` knows a file by path, size and time, and would take the old one from its cache."""
+    """Other data at the same path with the same times are read, and not those in a cache.
+
+    `datasets` knows a file by path, size and time, and would take the old one from its cache.
+    """
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for seed in (1, 2):
         rows = list(generate(3, split="train", seed=seed))
@@ -245,7 +265,10 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
 
 
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
-    """A name such as train-00000-of-00002.parquet says how many files there are."""
+    """A split with fewer or more files than their names say is refused.
+
+    A name such as train-00000-of-00002.parquet says how many there are.
+    """
     data = tmp_path / "data"
     write_split(list(generate(3, split="train")), tmp_path, "train")
     (file,) = data.iterdir()
@@ -282,7 +305,11 @@ PICTURE_BYTES = {"bytes": b"\x89PNG", "path": "a.png"}
 def test_a_file_of_another_program_that_a_step_could_not_read_is_refused(
     tmp_path: Path, column: dict[str, Any], line: str
 ) -> None:
-    """Bytes that are not marked as pictures would not be decoded, and a step would fail on them."""
+    """A Parquet file whose rows a training step could not read is refused with the column.
+
+    Bytes that are not marked as pictures would not be decoded, and `prompt` is what a training
+    makes of a row. `line`: a part of the error, empty if the file is taken.
+    """
     table = pa.table({"id": ["a", "b"], "problem": ["x", "y"], "answer": ["1", "2"], **column})
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "train-00000-of-00001.parquet")
@@ -296,7 +323,10 @@ def test_a_file_of_another_program_that_a_step_could_not_read_is_refused(
 
 @pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])
 def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, name: str) -> None:
-    """`datasets` takes a path as a pattern, which may mean other folders too, or none."""
+    """A folder whose name is a pattern such as `run*` is read alone, without its neighbours.
+
+    `datasets` would take its path as a pattern, which may fit other folders too, or none.
+    """
     ids = {}
     for number, folder_name in enumerate((name, "run1", "run2", "runs")):
         rows = list(generate(3, seed=number))
@@ -309,7 +339,7 @@ def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, n
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
-    """A folder whose files have changed is converted again."""
+    """A folder of tables is converted again after another table is put into it."""
     (tmp_path / "in").mkdir()
 
     def converted_counts(**tables: int) -> Any:
@@ -334,7 +364,7 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
 def test_a_template_makes_the_prompts_of_training_and_evaluation(
     large_and_small: list[Path],
 ) -> None:
-    """The template has a column of the user's own, `tip`."""
+    """A template with a column of the user's own makes the prompts of training and evaluation."""
     script = script_arguments(
         "--dataset_name", large_and_small[0], "--adora_prompt", "{tip}: {problem}"
     )
@@ -407,7 +437,11 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
 
 
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
-    """`commits` has the newest commit last; without one the hub cannot be reached."""
+    """A data set of the hub is converted once per commit; without a network the last one is used.
+
+    The hub is replaced. The last entry of `commits` is its newest commit, and without one it cannot
+    be reached.
+    """
     commits = ["1" * 40]
     revisions = []
 
@@ -444,7 +478,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 def test_two_data_sets_with_one_id_are_told_apart_by_name(
     large_and_small: list[Path], tmp_path: Path
 ) -> None:
-    """Two sets with the name `large` share the id of their first row, which is refused."""
+    """Two data sets that share the id of a row are refused, with the names of their folders."""
     source = write_user_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
     assert run_convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
     script = script_arguments("--dataset_name", large_and_small[0], tmp_path / "again")
@@ -453,7 +487,10 @@ def test_two_data_sets_with_one_id_are_told_apart_by_name(
 
 
 def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:
-    """The key takes the path of a text, the name of a format, or the text itself."""
+    """`adora_system_prompt` takes the path of a text, the name of a format, or the text itself.
+
+    A byte order mark and the last line break of a file are left out.
+    """
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfThink of {braces}.\n")
     assert (
@@ -500,7 +537,10 @@ def test_manifest_page_and_card_name_every_data_set(large_and_small: list[Path])
 def test_a_dry_run_names_every_data_set(
     large_and_small: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """24 and 5 are the training rows; 42 is the default seed."""
+    """A dry run names each data set of a mixture with its rows and share.
+
+    24 and 5 are the training rows; 42 is the default seed.
+    """
     arguments = [
         "--num_generations",
         "2",
@@ -528,7 +568,7 @@ def test_a_dry_run_names_every_data_set(
 
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(large_and_small: list[Path]) -> None:
-    """Evaluations on the way take the test split of each data set of the training."""
+    """Evaluations during training ask the test split of each data set, under a name of its own."""
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = load_evaluation_plan(
         config, [str(folder) for folder in large_and_small], "{problem} Go."
@@ -544,7 +584,10 @@ def test_each_held_out_split_is_evaluated_under_its_own_name(large_and_small: li
 def test_a_model_is_asked_in_the_words_of_its_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The prompts are in the manifest of a run, and options of the evaluation come before them."""
+    """An evaluation asks a trained model with the prompts of its training, unless told otherwise.
+
+    They are in the manifest of the run. A model without one is asked with the defaults.
+    """
     config = {"adora_system_prompt": "Be brief.", "adora_prompt": "{problem}!"}
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     (tmp_path / "run" / "manifest.json").write_text(
@@ -575,7 +618,10 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
 
 def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_path: Path) -> None:
-    """A manifest that another program has written is not read."""
+    """An evaluation renders the chat template with the `chat_template_kwargs` of the training.
+
+    They are in the manifest of the run; a manifest that another program has written is not read.
+    """
     run = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}

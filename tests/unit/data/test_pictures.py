@@ -56,7 +56,7 @@ def grey_picture(mode: str) -> Image.Image:
 def test_any_kind_of_picture_becomes_the_same_rgb(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """A grey of 102 of 255 is that in RGB, whatever mode it was stored in."""
+    """A picture of any mode becomes RGB with the same grey, 102 of 255."""
     for mode in ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"]:
         with subtests.test(mode):
             picture = grey_picture(mode)
@@ -101,7 +101,10 @@ def noise_in_rgb() -> Image.Image:
 def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
     subtests: pytest.Subtests,
 ) -> None:
-    """A row of Python's and a tool hand over objects; files have the same content."""
+    """A picture object, of a row or a tool, becomes the same RGB pixels as a file with its content.
+
+    Transparency becomes white, and a picture that a tag turns is turned, but only once.
+    """
     line = transparent_line()
     shades = np.linspace(0, 65535, 1200).reshape(30, 40)
     shades_of_16_bits = shades.astype(np.uint16)
@@ -157,7 +160,7 @@ def test_premultiplied_grey_is_put_on_white() -> None:
 
 
 def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
-    """A cut file, too many pixels and numbers that are none each have their reason."""
+    """A picture object that is cut off, too large or of no numbers is refused with its reason."""
     line_file = encoded_as(transparent_line(), "PNG")
     no_numbers = np.full((30, 40), np.nan, np.float32)
     broken_pictures = [
@@ -200,7 +203,7 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
 
 
 def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
-    """`DistinctRows` is what the loader reads rows from."""
+    """A picture that a tag turns is turned in the rows that the loader reads by `DistinctRows`."""
     noise = Image.effect_noise((40, 30), 80)
     turned = open_with_pillow(encoded_on_its_side(noise, "JPEG"))
     rows = DistinctRows([{"images": [turned], "id": "a"}])
@@ -211,9 +214,9 @@ def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
 
 
 def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
-    """`unreadable_rows` yields pairs of an id and the reason.
+    """`unreadable_rows` yields the id and the reason of rows whose picture cannot be shown.
 
-    Pictures are of no numbers, or have one side that is over 200 times the other.
+    Its values are no numbers, or one side is over 200 times the other.
     """
     no_numbers = np.full((8, 8), np.nan, np.float32)
     narrow = Image.new("RGB", (8001, 40))  # the processor of the model would raise in a step
@@ -254,7 +257,10 @@ DEPTHS = [
 
 
 def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
-    """Cameras and scanners use 10, 12 or 14 of the 16 bits of a value."""
+    """Black, grey and white of a picture become 0, 127 or 128, and 255, whatever its bit depth.
+
+    Cameras and scanners use 10, 12 or 14 of the 16 bits of a value.
+    """
     for depth in DEPTHS:
         stripes = np.array([[depth.black, depth.grey, depth.white]], depth.value_type)
         shades = stripes.repeat(4, axis=0).repeat(4, axis=1)
@@ -269,7 +275,10 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
 
 
 def test_floats_whose_white_nobody_can_tell_are_refused_with_the_remedy() -> None:
-    """White is 1.0, 255 or 65535; other ranges could mean anything."""
+    """A picture of floats whose range does not tell its white is refused with the remedy.
+
+    White may be 1.0, 255 or 65535; other ranges could mean anything.
+    """
     shades = np.linspace(0, 1, 48).reshape(6, 8)
     unclear_shades = [
         shades * 1.1,
@@ -347,7 +356,11 @@ def ghostscript_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_no_program_is_started_for_a_picture(tmp_path: Path, ghostscript_calls: Path) -> None:
-    """Wherever a picture is opened: of a table, of a prepared folder, of a benchmark."""
+    """An EPS picture is not read, wherever it is opened, and Ghostscript is not started for it.
+
+    Pillow would start it, though the file has the name of a PNG. `ghostscript_calls` exists after a
+    call.
+    """
     file = tmp_path / "a.png"
     file.write_bytes(EPS)
     in_a_table = {"bytes": EPS, "path": None}
@@ -394,7 +407,10 @@ def test_without_limits_a_picture_keeps_its_size() -> None:
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
     subtests: pytest.Subtests,
 ) -> None:
-    """The processor with the same limits leaves them as they are; the others keep their size."""
+    """A picture outside of the pixel limits gets the size that the model's processor would choose.
+
+    With the same limits that processor leaves it as it is. Other pictures keep their size.
+    """
     for size, limits, unit in product(SIZES, PIXEL_LIMITS, TOKEN_SIDES):
         with subtests.test(f"{size} {limits} {unit}"):
             width, height = size
@@ -419,7 +435,7 @@ def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose
 
 
 def test_tokens_are_those_of_the_models_own_processor() -> None:
-    """Images are below, within and above the published limits of Qwen2.5-VL."""
+    """`image_tokens` counts as Qwen2.5-VL's processor does, below, within and above its limits."""
     from transformers import Qwen2VLImageProcessor
 
     unit = 28
@@ -524,7 +540,10 @@ def stored_cases() -> list[StoredCase]:
 def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(
     subtests: pytest.Subtests,
 ) -> None:
-    """A file with another orientation, mode or metadata is stored anew."""
+    """An upright RGB JPEG or PNG that tells nothing else is stored unchanged; others are not.
+
+    They are encoded anew. What is stored shows the pixels of the cleaned picture.
+    """
     for case in stored_cases():
         with subtests.test(case.name):
             stream = io.BytesIO()
@@ -546,7 +565,7 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
 
 
 def test_what_stands_behind_a_png_is_not_stored() -> None:
-    """Bytes behind its end are no part of the picture, and may be anything."""
+    """Bytes behind the end of a PNG are not stored, since they may be anything."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     encoded = png_bytes(picture)
 
@@ -556,7 +575,7 @@ def test_what_stands_behind_a_png_is_not_stored() -> None:
 
 
 def test_a_picture_that_was_resized_is_stored_as_a_new_png() -> None:
-    """The stored pixels are those of the smaller picture."""
+    """A picture that was made smaller is stored as a PNG with the smaller one's pixels."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     smaller = picture.resize((21, 15))
 

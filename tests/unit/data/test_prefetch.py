@@ -109,7 +109,10 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
 
 
 def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
-    """`rows_after` returns the rows of the next generation, which servers sample ahead."""
+    """Rows that `rows_after` has read for servers that sample ahead are not read a second time.
+
+    It returns the rows of the next generation.
+    """
     stored = RecordingDataset(8)
     rows = DistinctRows(stored, numbered=True)
     prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
@@ -124,7 +127,10 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
 
 
 def test_rows_that_nobody_asked_for_are_let_go():
-    """The loader takes rows 6 and 7 in place of 2 and 3, which were read ahead."""
+    """Rows that were read ahead are let go if the loader takes others.
+
+    It takes rows 6 and 7 in place of 2 and 3.
+    """
     rows = DistinctRows(RecordingDataset(8))
     prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 1], [6, 7]):
@@ -135,7 +141,10 @@ def test_rows_that_nobody_asked_for_are_let_go():
 
 
 def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
-    """Row 2 cannot be read and row 1 cannot be processed; both errors come where they belong."""
+    """A prefetch passes over rows that raise; the loader meets the error when it reads the row.
+
+    Row 2 cannot be read, and row 1 cannot be processed.
+    """
     stored = RecordingDataset(8, broken=(2,))
     processed = ProcessedRows()
     rows = DistinctRows(stored)
@@ -155,7 +164,10 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
 
 
 def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins():
-    """Two pictures of 60 bytes exceed 100 bytes; and `finish` ends it after the current one."""
+    """A prefetch stops when its rows fill the cache, and `finish` ends it after the current row.
+
+    Two pictures of 60 bytes exceed the limit of 100 bytes.
+    """
     processed = ProcessedRows()
     processed.size = 60
     rows = DistinctRows(RecordingDataset(8))
@@ -184,7 +196,10 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
 
 
 def test_what_follows_is_what_the_sampler_gives_next(subtests):
-    """There are five generations of two of 11 rows, with three rollouts each, and the next epoch."""
+    """`following` gives the rows of a process's next generation, also over the end of an epoch.
+
+    11 rows make five generations of two, with three rollouts each.
+    """
     for shuffle, processes in product([True, False], [1, 2]):
         with subtests.test(f"{shuffle} {processes}"):
             sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
@@ -206,7 +221,7 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 
 
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
-    """A sampler that was asked draws the rows of one that was not."""
+    """`following` changes neither what the sampler draws next nor any global random state."""
     sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     states_before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
@@ -220,7 +235,10 @@ def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state()
 
 
 def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
-    """A transform of the user's may draw random numbers, so it must be called in order."""
+    """Rows are read ahead only from a data set that does nothing but decode them.
+
+    A transform of the user's may draw random numbers, so it must be called in order.
+    """
     plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
     assert only_decodes_rows(plain)
     assert only_decodes_rows(with_decoded_images(plain))
@@ -264,6 +282,7 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
 
 def logged_steps(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
+    # parts of the keys whose values depend on the machine's speed or memory
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
     steps = []
     for text in (folder / "metrics.jsonl").read_text().splitlines():
@@ -280,7 +299,11 @@ def logged_steps(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeypatch):
-    """`adora_run`, which was made without, killed after checkpoint-2 and continued with it."""
+    """A run that resumes with the prefetch of images logs the same steps as one without it.
+
+    `adora_run` was made without. A copy loses its last checkpoint, and goes on from checkpoint-2
+    with the prefetch, which a CPU does not have otherwise.
+    """
     images_by_thread: Counter[str] = Counter()
     preprocess = Qwen2VLImageProcessor.preprocess
 
@@ -301,7 +324,7 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
 
 
 def test_rows_are_drawn_by_data_seed_where_it_is_set():
-    """Transformers does so too; otherwise seed decides."""
+    """The order of rows depends on `data_seed`, or on `seed` without it, as in Transformers."""
 
     def order(**seeds: Any) -> list[int]:
         """Return the order of 64 rows in a training with these seeds."""

@@ -152,7 +152,10 @@ def length_check(prompt: list[int], image: list[int], limit: ContextLimit = LIMI
 
 
 def test_what_is_refused_and_what_is_cut() -> None:
-    """A context of 100 tokens has room for prompts below 100, and for whole answers behind 60."""
+    """Prompts of 100 tokens or more are refused, and those over 60 are warned of.
+
+    `LIMIT` is a context of 100 tokens with answers of 40.
+    """
     check = length_check([50, 60, 61, 99, 100, 130], [4] * 6)
     assert check.too_long_indices == [4, 5]
     assert check.cut_indices == [2, 3]
@@ -187,7 +190,10 @@ def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
 
 
 def test_the_remedy_is_one_that_helps() -> None:
-    """Smaller images where the text alone has room, and no length that the model does not take."""
+    """An error on overlong prompts proposes only changes that would help.
+
+    Smaller images are proposed if the text alone has room, and no length above the model's 2048.
+    """
     assert "lower max_pixels, or leave" in length_check([120, 50], [90, 4]).refusal()
     assert "lower max_pixels" not in length_check([120], [20]).refusal()
     beyond = length_check([2020], [0]).refusal()
@@ -210,7 +216,10 @@ def test_the_remedy_is_one_that_helps() -> None:
 
 
 def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
-    """It is vLLM's key, the length of a vLLM server, or what the model was made for."""
+    """The limit is vLLM's key, else the length that the model was made for; a server has its own.
+
+    Without vLLM its key does not count.
+    """
     model = Qwen2Config(max_position_embeddings=2048)
 
     def limit_name(served: int | None = None, **keys: Any) -> str:
@@ -251,7 +260,10 @@ def test_a_server_that_does_not_answer_has_no_limit() -> None:
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
-    """Rows have no image, one, two at their places, or images of several sizes."""
+    """Measured lengths are those of the prompts that TRL makes and the processor tokenizes.
+
+    Rows have no image, one, two at their places, or one of another size.
+    """
     problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
     sizes = [[], [140], [60, 300], [200]]
     images = []
@@ -289,7 +301,10 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
-    """The template of a language model adds strings, and TRL gives it strings."""
+    """Prompts of a language model are measured with plain texts as contents, as TRL passes them.
+
+    Its template joins strings, so a list of parts would fail.
+    """
     tokenizer = copy(processor.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
@@ -308,7 +323,10 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
-    """Its size is None, and it counts for no token."""
+    """An image that cannot be read has no size, and counts for no token.
+
+    The training step that reads it names it.
+    """
     broken_image = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
     missing = {"bytes": None, "path": "gone.png"}
     folder = write_prepared_data(
@@ -346,7 +364,7 @@ def recording_counter(identity: str, calls: list[int]) -> TokenCounter:
 def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     data_with_long_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths of prompts are kept on disk, and counted again only where one could differ.
+    """Prompt lengths are kept on disk, and counted again only if one could differ.
 
     `calls` has an entry for each time that rows are counted: how many there were.
     """
@@ -392,7 +410,10 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
 def test_an_image_that_the_processor_refuses_is_named(
     tmp_path: Path, no_weights: None, capsys: Any
 ) -> None:
-    """One side of the image is over 200 times the other, which Qwen's processor refuses."""
+    """A run with an image that the model's processor refuses ends at the start with its row.
+
+    One side is over 200 times the other.
+    """
     thin_picture = draw_figure(1, 900).resize((900, 4))
     thin = {"bytes": encode_picture(thin_picture), "path": None}
     folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
@@ -407,7 +428,11 @@ def test_an_image_that_the_processor_refuses_is_named(
 def test_the_run_does_not_start(
     data_with_long_prompts: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any
 ) -> None:
-    """Three of twelve prompts have as many tokens as the limit, or more."""
+    """A run with prompts as long as the limit, or longer, is refused before it loads weights.
+
+    They are three of twelve. The error has the length that would hold every prompt with an answer
+    of 40 tokens.
+    """
     length = prompt_tokens_with_image(processor, LONG)
     longest = prompt_tokens_with_image(processor, LONG + LONG)
     limit = ("--vllm_max_model_length", str(length))
@@ -430,7 +455,10 @@ def test_the_run_does_not_start(
 def test_the_length_that_is_named_holds_all(
     data_with_long_prompts: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
-    """The longest prompt and an answer of 40 tokens are what the error of a shorter limit names."""
+    """With the length that the error of a shorter limit names, no row is left out or warned of.
+
+    It is the longest prompt and an answer of 40 tokens.
+    """
     needed = str(prompt_tokens_with_image(processor, LONG + LONG) + 40)
     arguments = command_words(
         data_with_long_prompts, tmp_path / "out", "--vllm_max_model_length", needed
@@ -517,9 +545,10 @@ def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
 
 
 def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path) -> None:
-    """Half of the rows of each of two data sets are overlong; the shares are 0.6 and 0.4.
+    """A mixture has its shares, 0.6 and 0.4, after overlong rows are left out.
 
-    The order of a run that goes on in its second epoch is that of the whole run.
+    Half of the rows of each data set are overlong. A run that resumes in its second epoch has the
+    same order. A data set of which nothing is left is refused.
     """
     sets = [
         write_prepared_data(tmp_path / "large", [SHORT, LONG] * 20),
@@ -559,7 +588,10 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
     data_with_long_prompts: Path, tmp_path: Path, processor: Any
 ) -> None:
-    """`--rows 8` of 12: one of the eight is left out, and 11 are trained on."""
+    """Rows that `--rows` leaves unmeasured count as trained on.
+
+    Of 12 rows 8 are measured, of which one is left out, so 11 remain.
+    """
     limit = [
         "--vllm_max_model_length",
         str(prompt_tokens_with_image(processor, LONG)),
@@ -597,9 +629,10 @@ def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]
 
 
 def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
-    """A problem may know the sizes of its images; if not, its images are decoded.
+    """Overlong prompts of an evaluation are refused, or left out with `drop`.
 
-    Here a character is a token, and so is a pixel.
+    A problem may know the sizes of its images; if not, they are decoded. Here a character is a
+    token, and so is a pixel.
     """
 
     def images() -> list[Any]:
@@ -624,7 +657,10 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
 def test_a_benchmark_knows_the_sizes_of_its_images(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    """They are read from the head of a file, without decoding the picture."""
+    """A benchmark's problems tell the sizes of their images without decoding a picture.
+
+    They are read from the head of the file.
+    """
     data_with_long_prompts = {
         "geometry3k": write_geometry3k(tmp_path / "a", 3),
         "mathvista": write_mathvista(tmp_path / "b", mathvista_rows(3)),

@@ -67,7 +67,10 @@ def test_a_sound_row_passes(row):
 
 @given(SOUND_ROWS, st.sampled_from(sorted(BROKEN_VALUES_BY_COLUMN)), st.data())
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
-    """`fault_in_row` returns what is wrong with a row of prepared data, None if nothing is."""
+    """A row of prepared data with one broken value has a fault of one line, which names the column.
+
+    `fault_in_row` returns what is wrong with a row, None if nothing is.
+    """
     row = {**row, column: data.draw(BROKEN_VALUES_BY_COLUMN[column])}
     if column == "problem" and "<image>" in str(row["problem"]):
         # as many as it has would be their places
@@ -109,7 +112,7 @@ def test_two_placeholders_for_one_image_are_counted():
 
 @given(st.lists(SOUND_ROWS, min_size=1, max_size=5), st.data())
 def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
-    """Rows of an Arrow table are checked without the bytes of their images.
+    """A check of an Arrow table finds the faults of its rows without the bytes of their images.
 
     One drawn row is broken, and the table has two chunks with the border behind that row.
     """
@@ -135,7 +138,7 @@ def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
 
 
 def test_the_first_broken_row_is_named_and_the_others_are_counted():
-    """A row is named by its id, or by its number where it has none."""
+    """An error on broken rows names the first, by its id or number, and counts the others."""
     rows = [SOUND, {**SOUND, "id": "made/train/2", "answer": None}, {**SOUND, "id": None}]
     with pytest.raises(
         UserError, match=r"^data: row made/train/2: answer: null .* \(and 1 more such rows\)$"
@@ -169,7 +172,7 @@ def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
 
 
 def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
-    """The line of the template with the choices is left out."""
+    """A template leaves out its line with the choices for a row without any."""
     cases: Iterable[Any] = product(
         [DEFAULT_PROMPT, "{problem}\nChoices: {choices}"],
         [{}, {"choices": None}, {"choices": []}, {"choices": ()}],
@@ -189,7 +192,10 @@ def test_choices_after_the_alphabet_are_numbered():
 
 
 def test_it_is_known_where_a_template_changes_nothing(subtests):
-    """Each case: a template, and whether it asks the problem alone without and with choices."""
+    """A template tells whether its prompt is the problem alone, for rows with and without choices.
+
+    Each case: a template, and the answers without and with choices.
+    """
     cases = [
         (DEFAULT_PROMPT, True, False),
         ("{problem}\n{choices}", True, False),

@@ -156,9 +156,10 @@ def write_broken_folder(root: Path, fault: str, number: int) -> tuple[Path, str]
 def prepared_broken_folders(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path, dict[str, Path], dict[str, str]]:
-    """Prepare folders that are broken in all ways, and two good ones.
+    """Prepare the folders of all `FAULTS`, and two good ones.
 
-    Gives the raw folder, the output, and by kind the broken folder and the reason to expect.
+    Returns the raw folder, the output, the broken folder of each fault, and the reason under which
+    its row is to be refused.
     """
     root = tmp_path_factory.mktemp("broken")
     folders = {}
@@ -177,7 +178,7 @@ def prepared_broken_folders(
 def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
     prepared_broken_folders: Any, subtests: pytest.Subtests
 ) -> None:
-    """A person sees why a row was refused, and has everything that its source has of it."""
+    """A refused row is kept aside with its reason, the remedy, and all files of its source."""
     for fault in FAULTS:
         with subtests.test(fault):
             _, output, folders, reasons = prepared_broken_folders
@@ -199,7 +200,7 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
 def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
     prepared_broken_folders: Any,
 ) -> None:
-    """Good rows are stored, and each refused row counts under its reason."""
+    """Good rows among broken ones are stored, and each refused row counts under its reason."""
     _, output, _, reasons = prepared_broken_folders
     good_ids = [row["id"] for row in stored_rows(output, "train")]
     assert good_ids == ["geometry3k/train/500", "geometry3k/train/501"]
@@ -217,7 +218,7 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
 def test_broken_rows_give_the_same_bytes_again_and_with_workers(
     prepared_broken_folders: Any, tmp_path: Path
 ) -> None:
-    """The output does not depend on the number of processes."""
+    """Broken rows give the same output again, byte by byte, with four processes."""
     raw, output, _, _ = prepared_broken_folders
     options = ("--allow-quarantined", "1", "--workers", "4")
     code = run_prepare_geometry3k("intergps", raw, tmp_path / "again", *options)
@@ -275,7 +276,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
 
 
 def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
-    """What somebody else keeps under the report's name is never removed."""
+    """A folder of somebody else's in the place of the report is kept; the command is refused."""
     write_problem_folder(tmp_path / "raw", answer="Z")
     (tmp_path / "out.quarantine").mkdir()
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
@@ -285,7 +286,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
 
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
-    """An id such as ../../x is text, and the name of a kept file comes from its content."""
+    """An id or file content with ../ in it makes no path: kept files are named by their content."""
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")
     quarantine.add(
@@ -294,6 +295,7 @@ def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} >= {"in", "quarantine", "quarantine.jsonl"}
     assert len(list(tmp_path.iterdir())) == 1
     line = json.loads((tmp_path / "in" / "quarantine.jsonl").read_text())
+    # `bin` is for content that is no picture
     endings = [name.rsplit(".")[-1] for name in line["files"]]
     assert endings == ["bin", "png"]
 
@@ -305,7 +307,10 @@ def stored_ids(output: Path, split: str) -> list[str]:
 
 @pytest.fixture
 def folders_with_leaks(tmp_path: Path) -> Path:
-    """Write problems of three splits, some of which are a held-out one seen again."""
+    """Write problems of three splits; training rows 1, 2 and 7 are held-out problems seen again.
+
+    The held-out ones are test/900 and val/800. The comments say how each of the others differs.
+    """
     raw = tmp_path / "raw"
     figure = draw_figure(1, 300)
     write_problem_folder(
@@ -337,7 +342,7 @@ def folders_with_leaks(tmp_path: Path) -> Path:
 def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path, capsys):
     """A training row that a held-out split has too is dropped, kept aside and reported.
 
-    The same figure with another question or another answer is none.
+    A row with the same figure and another question or answer is no leak.
     """
     assert run_prepare_geometry3k("intergps", folders_with_leaks, tmp_path / "out") == 0
     assert stored_ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
@@ -366,7 +371,7 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
 def test_leaks_that_are_kept_are_reported_all_the_same(
     folders_with_leaks: Path, tmp_path: Path
 ) -> None:
-    """Leaks are kept by --keep-leaks, or where both splits are held out."""
+    """Leaks that `--keep-leaks` keeps, or that are between two held-out splits, are reported."""
     write_problem_folder(tmp_path / "held", "val", 1, encode_picture(draw_figure(1)))
     write_problem_folder(tmp_path / "held", "test", 2, encode_picture(draw_figure(1)))
     for raw, options, leak_count in (
@@ -399,7 +404,7 @@ def hash_distance(first: Image.Image, second: Image.Image) -> int:
 
 
 def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Path) -> None:
-    """Scaled and recompressed copies are found, and no other diagram is taken for one."""
+    """Scaled, recoloured and padded copies of real diagrams are found; no other diagram is."""
     real = [
         clean_image(path.read_bytes())
         for path in sorted(geometry3k_raw.glob("train/*/img_diagram.png"))
@@ -425,7 +430,10 @@ def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Pat
 
 
 def test_the_hash_of_a_drawing_is_of_what_gets_darker_and_not_of_noise() -> None:
-    """Patches of 4 x 4 pixels, whose grey levels go down by 15, go up by 15, or differ by 3."""
+    """A bit of the hash is set where the picture gets darker to the right, but not by noise.
+
+    The 17 stripes of 4 pixels get darker by 15 levels each, brighter by 15, or differ by 3.
+    """
 
     def hash_of(levels: Any) -> int:
         row = np.repeat(levels, 4)
@@ -451,7 +459,10 @@ def test_one_image_is_not_two() -> None:
 def test_a_bomb_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one below Pillow's own limit of 179 million pixels."""
+    """A picture whose header has too many pixels is refused before it is decoded.
+
+    One is above Pillow's own limit of 179 million pixels, and one below it.
+    """
 
     def decoded(image: Any) -> None:
         raise AssertionError("decoded")
@@ -469,7 +480,10 @@ def test_a_bomb_is_refused_before_it_is_decoded(
 
 
 def test_a_source_of_leaks_alone_is_refused_without_a_share_of_unusable_rows(tmp_path):
-    """Leaks are usable rows that a benchmark has too, so no share of unusable rows is exceeded."""
+    """A source whose rows are all leaks is refused, but not for its share of unusable rows.
+
+    Leaks are usable rows that a benchmark has too.
+    """
     quarantine = Quarantine(tmp_path)
     for number in range(3):
         quarantine.add(

@@ -43,7 +43,7 @@ from tests.support.user_tables import (
 
 
 def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
-    """Whatever format a table has, its rows come out the same."""
+    """A table in any format gives the same rows, with the same pictures."""
     for form in WRITER_BY_FORMAT:
         with case_folder(form) as folder:
             source = WRITER_BY_FORMAT[form](folder / "in")
@@ -64,7 +64,10 @@ def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
 def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dropped(
     tmp_path: Path,
 ) -> None:
-    """Names of files say the split, and a training row that is a test row too is left out."""
+    """Tables named after splits are these splits; a training row that is a test row too is dropped.
+
+    The tables are in a folder `data`, and the pictures beside it.
+    """
     folder = tmp_path / "in"
     rows = rows_with_images([f"../pics/{n}.png" for n in range(4)])
     new_row = {**rows[0], "key": None, "question": "New?"}
@@ -87,7 +90,7 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
-    """The test rows are spread evenly over the table, and follow the seed."""
+    """Test rows are spread evenly over a table, in the share asked for, and follow the seed."""
     for share in [0.1, 0.2, 0.29, 0.33, 0.5, 0.58, 0.7]:
         with subtests.test(f"{share}"):
             test_rows = [index for index in range(1000) if is_test_question(index, share, 3)]
@@ -99,7 +102,10 @@ def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> Non
 
 
 def test_texts_numbers_and_options_are_golds(case_folder: CaseFolder) -> None:
-    """An answer in any usual spelling becomes the gold that a grader can meet."""
+    """An answer in any usual spelling becomes a gold (reference answer) that the grader can meet.
+
+    Each case: the answer, the choices of the row, and the gold.
+    """
     cases = [
         ("(B)", ["red", "blue"], "blue"),
         ("blue", ["red", "blue"], "blue"),
@@ -130,7 +136,7 @@ def test_texts_numbers_and_options_are_golds(case_folder: CaseFolder) -> None:
 
 
 def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
-    """Columns that are empty in a row give it fewer options and images."""
+    """Choices and images may have a column each; a row has those whose columns are not empty."""
     rows = [
         {
             "q": "1?",
@@ -158,7 +164,7 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
 
 
 def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
-    """An image stands where its mark is, and before the text where there is no mark."""
+    """An image stands where its mark `<image>` is, and before the text if there is no mark."""
     content = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
 
     def text(words):
@@ -181,7 +187,7 @@ def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
 
 
 def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:
-    """A second run replaces the rows of the first one, but never another data set."""
+    """The same command again replaces the earlier rows; one with other columns is refused."""
     source = write_user_jsonl(tmp_path / "in")
     assert run_convert(source, tmp_path / "out") == 0
     fields_before = read_fields_by_id(tmp_path / "out")
@@ -195,7 +201,10 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
-    """A picture in a cell needs no file; a text of more than 1,024 characters is no path."""
+    """A cell may have a picture itself, as bytes or Base64; it needs no file.
+
+    A text of more than 1,024 characters is never taken for a path.
+    """
     large_picture = encode_picture(draw_figure(7, 400))
     assert len(base64.b64encode(large_picture)) > 1024
     rows = [
@@ -213,7 +222,10 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
 
 
 def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
-    """The model answers rightly where a row has a `hint`, so the filter keeps these rows."""
+    """A filter by pass rate keeps the user's own column of the rows that it keeps.
+
+    The stored answers are right for the rows that have a `hint`, so these are kept.
+    """
     assert run_convert(write_user_jsonl(tmp_path / "in"), tmp_path / "all") == 0
     rows = list(stored_rows(tmp_path / "all", "train"))
     responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
@@ -240,7 +252,7 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
 
 
 def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
-    """Ids do not grow a second prefix."""
+    """A prepared folder that is converted again keeps its ids, without a second prefix."""
     assert run_convert(write_user_jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
     columns = tuple(
         f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
@@ -257,7 +269,11 @@ NOT_A_NUMBER = float("nan")
 
 
 def write_table_with_pictures(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as `mine.FORM`, beside good and broken pictures and a link out of the folder."""
+    """Write rows as `mine.FORM` into `folder/in`, with the pictures that they may name.
+
+    These are two good ones, a broken one, and links to a picture outside and to itself. Another
+    picture is outside of the folder.
+    """
     (folder / "in").mkdir(parents=True, exist_ok=True)
     (folder / "outside.png").write_bytes(PNG_FILES[0])
     (folder / "in" / "good.png").write_bytes(PNG_FILES[1])
@@ -324,7 +340,10 @@ CHANGES_AND_KIND_BY_TYPE_FAULT: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(
     case_folder: CaseFolder,
 ) -> None:
-    """One bad row costs no good one."""
+    """Each faulty row of a table is refused under its reason, and the good row is kept.
+
+    Faults of a value's type are tried in JSON alone, where values have types of their own.
+    """
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
             changes_and_kind_by_fault = dict(CHANGES_AND_KIND_BY_FAULT)
@@ -361,7 +380,10 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(
 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
-    """The user is told of the first bad row and of how many there are."""
+    """Too many bad rows end the command with their number and the first one.
+
+    A picture outside of the folder is not copied into the report.
+    """
     source = write_table_with_pictures(
         tmp_path, "jsonl", [GOOD_ROW, {**GOOD_ROW, "k": "b", "i": "../outside.png"}]
     )
@@ -378,7 +400,10 @@ def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
 def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, form: str) -> None:
-    """A key may be given twice in the row, in a value of it, or in JSON that is a text."""
+    """A JSON row with a key given twice is refused with its place.
+
+    The key may be twice in the row, in a value of it, or in JSON that is a text.
+    """
     inside = '[{"role": "user", "content": "What is 2?", "content": "What is 3?"}]'
     twice = ['{"q": "What is 9?", "a": "9", "a": "8"}', f'{{"q": {inside}, "a": "2"}}']
     cell = json.dumps({"q": inside, "a": "2"})  # a cell of a table of texts
@@ -417,7 +442,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_file_that_cannot_be_used_is_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each format with each damage of `BAD_FILES`."""
+    """A table in any format with any damage of `BAD_FILES` is refused with what is wrong."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
             for name, (damage, message) in BAD_FILES.items():
@@ -440,7 +465,10 @@ def test_a_file_that_cannot_be_used_is_one_line(
 def test_a_file_of_another_form_says_which_form_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each case: the name of a file, its content, and a part of the error."""
+    """A file that is no table in UTF-8 is refused with the form that it needs.
+
+    Each case: the name of a file, its content, and a part of the error.
+    """
     for name, content, message in [
         (
             "other.csv",
@@ -475,7 +503,10 @@ def test_a_file_of_another_form_says_which_form_it_needs(
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """The table has the column `quesiton`, and the command names `question`."""
+    """A missing column is refused with the nearest name and all columns of the table.
+
+    The table has the column `quesiton`, and the command names `question`.
+    """
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
             source = write_table_with_pictures(folder, form, [{"quesiton": "Find x.", "a": "5"}])
@@ -491,7 +522,7 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
 def test_very_many_columns_are_read_past(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """A table with thousands of columns is no reason to wait."""
+    """A table of 200,002 columns is read, and an error about it does not list them all."""
     for form in ["jsonl", "csv"]:
         with case_folder(form) as folder:
             row = {**{f"c{column}": 0 for column in range(200_000)}, "q": "Find x.", "a": "5"}
@@ -512,7 +543,7 @@ def test_very_many_columns_are_read_past(
 
 
 def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) -> None:
-    """A line that was cut wrongly costs no other line."""
+    """A CSV line with too many or too few cells is refused, and costs no other line."""
     source = tmp_path / "mine.csv"
     source.write_text('q,a\nFind x.,5\nFind y, or z.,6\n"Find y, or z.",7\nFind w.\n')
     options = ("--allow-quarantined", "1")
@@ -524,9 +555,9 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
 def test_a_folder_whose_tables_are_not_clear_is_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case: the tables in a folder, and a part of the error.
+    """A folder is refused if it has no table, or two that could be meant; so is a missing folder.
 
-    A missing folder is refused too.
+    Each case: the tables in the folder, and a part of the error.
     """
     for files, message in [
         ([], "has no table"),
@@ -552,7 +583,10 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
 
 
 def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
-    """A data set of a stranger cannot read files beside its folder."""
+    """A table that is a link out of its folder is refused.
+
+    Otherwise a stranger's data set could have files read beside its folder.
+    """
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
@@ -592,7 +626,8 @@ any_json_value = st.recursive(
 def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_path):
     """Any value in any column gives a row in the format of prepared data, or a reason to refuse it.
 
-    Nothing is raised, since one strange row of a million must not end a preparation.
+    Nothing is raised, since one strange row of a million must not end a preparation. The columns of
+    `Columns` are those of `GOOD_ROW`, and x is one of the user's own.
     """
     if not (tmp_path / "in").exists():
         write_table_with_pictures(tmp_path, "jsonl", [GOOD_ROW])
@@ -640,7 +675,10 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
 def test_columns_and_options_that_do_not_fit_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case: what `--columns` names, other options, and a part of the error."""
+    """Columns and options that do not fit are refused in one line, before anything is written.
+
+    Each case: what `--columns` names, other options, and a part of the error.
+    """
     cases: list[tuple[list[str], list[str], str]] = [
         (["problem=q"], [], "answer is missing"),
         (["problm=q", "answer=a"], [], "problem is missing; did you mean 'problm'?"),

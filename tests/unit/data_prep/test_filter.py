@@ -63,6 +63,7 @@ class SolvingModel:
         return self
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+        """Answer each request rightly in its first samples, as many as its pass rate says."""
         if self.dies_after is not None and self.asked.total() >= self.dies_after:
             raise RuntimeError("killed")
         answers = []
@@ -110,7 +111,10 @@ def read_split_rows(folder, split="train"):
 def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     drawn_data, solving_model, tmp_path, capsys
 ):
-    """Four of the six rows have a pass rate from 0.25 to 0.75."""
+    """The filter keeps rows whose pass rate is in the range, and copies other splits as they are.
+
+    Four of the six rows have a pass rate from 0.25 to 0.75.
+    """
     output = tmp_path / "hard"
     assert run_filter(drawn_data, output, "--keep", "0.25:0.75") == 0
     solved_sometimes = [
@@ -142,7 +146,10 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
 def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
     drawn_data, solving_model, tmp_path, capsys
 ):
-    """The stored answers serve for other bounds; another temperature would need others."""
+    """Other bounds take the stored answers, but need `--overwrite` to replace the earlier output.
+
+    Another temperature is refused, since its answers would be others.
+    """
     output = tmp_path / "hard"
     assert run_filter(drawn_data, output) == 0
     assert len(read_split_rows(output)) == 4  # with the default, 0.1:0.9
@@ -162,7 +169,10 @@ def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
 def test_a_run_that_was_killed_asks_for_the_rest_alone(
     drawn_data, solving_model, tmp_path, monkeypatch
 ):
-    """Six problems are asked four times each; 12 of the 24 answers are kept after the kill."""
+    """A filter that was killed asks only for the answers that it lacks when it starts again.
+
+    Six problems are asked four times each; 12 of the 24 answers are kept after the kill.
+    """
     output = tmp_path / "hard"
     solving_model.dies_after = 10
     with pytest.raises(RuntimeError, match="killed"):
@@ -177,9 +187,10 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(
 def test_questions_are_asked_and_answers_read_as_in_the_training(
     drawn_data, solving_model, tmp_path, monkeypatch, capsys
 ):
-    """Template and system prompt are those of the options, or of the model's training.
+    """The filter asks with the prompts of its options, or with those of the model's training.
 
-    The model answers in `<answer>` tags here, for which this system prompt asks.
+    The model answers in `<answer>` tags here, for which this system prompt asks, and is graded by
+    these.
     """
     generate = solving_model.generate
     prompts: list[list] = []
@@ -229,7 +240,7 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
 
 
 def test_answers_of_the_evaluation_can_be_used(drawn_data, solving_model, tmp_path):
-    """`--predictions` takes a file of answers in place of a model."""
+    """`--predictions` filters by a file of answers, as by the model that gave them."""
     first = tmp_path / "first"
     second = tmp_path / "second"
     assert run_filter(drawn_data, first) == 0
@@ -244,7 +255,7 @@ def test_answers_of_the_evaluation_can_be_used(drawn_data, solving_model, tmp_pa
 
 
 def test_answers_that_are_not_those_of_the_split_are_refused(drawn_data, solving_model, tmp_path):
-    """Predictions without answers, with too few or of another split are named."""
+    """Stored answers that lack a problem or a sample, or are of another split, are refused."""
     assert run_filter(drawn_data, tmp_path / "hard") == 0
     lines = (samples_folder(tmp_path / "hard") / "predictions.jsonl").read_text().splitlines()
     predictions_by_message = {
@@ -261,7 +272,10 @@ def test_answers_that_are_not_those_of_the_split_are_refused(drawn_data, solving
 
 
 def test_rates_at_the_edges_by_hand():
-    """Both ends of a range are in it, whatever the rounding of a float."""
+    """Both ends of a range of pass rates are in it, whatever the rounding of a float.
+
+    An answer counts as right in its box alone.
+    """
     assert 3 / 10 in PassRateRange(0.3, 0.9)
     assert 0.1 + 0.2 in PassRateRange(0.0, 0.3)
     assert 0.125 in PassRateRange(0.1, 0.9)
@@ -276,7 +290,10 @@ def test_rates_at_the_edges_by_hand():
 
 
 def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_folder):
-    """Each case: options of the command, and a part of the error."""
+    """Options that do not fit are refused with one line, and nothing is written.
+
+    Each case: options of the command, and a part of the error.
+    """
     cases = [
         (["--keep", "0.5"], "'0.5' has no colon"),
         (["--keep", "0.9:0.1"], "write 0.1:0.9"),
@@ -311,7 +328,7 @@ def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_f
 def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(
     drawn_data, solving_model, tmp_path, capsys
 ):
-    """Output and input must differ, and the input be a prepared data set."""
+    """The filter refuses to write over its input, and an input that is no prepared data set."""
     assert run_filter(drawn_data, drawn_data) == 2
     assert "is the dataset to filter" in capsys.readouterr().err
     assert run_filter(tmp_path, tmp_path / "out") == 2

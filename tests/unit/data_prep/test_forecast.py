@@ -44,9 +44,10 @@ def test_groups_that_agree_leave_the_difference_uncertain():
 
 
 def test_the_shares_of_groups_by_hand():
-    """TDS are groups that ADORA would attenuate: no right answer is longer than the wrong ones.
+    """The forecast says what share of groups ADORA would attenuate (TDS), and what that means.
 
-    Of the four groups with signal the longest answer is right in one, and the shortest in two.
+    In a TDS group no right answer is longer than the mean of the wrong ones. Of the four groups
+    with signal the longest answer is right in one, and the shortest in two.
     """
     shares = forecast_attenuation(
         groups_of(
@@ -79,7 +80,10 @@ def test_the_shares_of_groups_by_hand():
 
 
 def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
-    """A run of twelve steps has two groups a step, which are all TDS."""
+    """The forecast reads the record of a run, and refuses a torn file or a missing folder.
+
+    The run has twelve steps of two groups, which are all TDS.
+    """
     columns: dict[str, list[Any]] = {
         "step": [1] * 6,
         "group": [0] * 3 + [1] * 3,
@@ -103,7 +107,7 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
 
 
 def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
-    """One answer to a problem makes no group."""
+    """Stored answers with one answer to each problem are refused, since they make no group."""
     line = (
         '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, '
         '"finish_reason": "stop"}\n'
@@ -132,7 +136,10 @@ def write_answers(file: Path, answers: Sequence[dict[str, object]]) -> None:
 
 
 def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
-    """22 problems have two answers, one has one, and one was never asked."""
+    """Problems with fewer answers than the others are left out, and counted.
+
+    22 problems have two answers, one has one, and one was never asked.
+    """
     answers = []
     for number in range(22):
         answers.append(answer_row(f"whole/{number}", 0, is_right=True))
@@ -150,7 +157,10 @@ def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
 
 
 def test_rounding_counts_as_in_filtering(tmp_path, capsys):
-    """2.33 is 7/3 with rounding alone, and only then the two answers differ in their reward."""
+    """With `--rounding` an answer that is right when rounded counts as right.
+
+    2.33 is 7/3 with rounding alone, and only then the two answers differ in their reward.
+    """
     answers = []
     for number in range(20):
         for sample, response in enumerate(("\\boxed{2.33}", "\\boxed{9}")):
@@ -170,7 +180,10 @@ def test_an_option_without_effect_is_refused(tmp_path, capsys, option):
 
 
 def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
-    """A run that is killed between the two leaves both."""
+    """A group that stands in two files of a run's record counts once.
+
+    A run that is killed between merging files and deleting them leaves both.
+    """
     folder = tmp_path / ROLLOUTS_FOLDER
     folder.mkdir()
     columns: dict[str, list[Any]] = {
@@ -197,7 +210,7 @@ def test_answers_of_equal_length_are_ties_and_no_wins_of_short_ones():
 
 
 def test_the_counts_are_those_of_loops_over_random_groups():
-    """The same counts are made here by plain loops over 400 groups of four answers."""
+    """The forecast's counts are those of plain loops over 400 random groups of four answers."""
     rng = random.Random(0)
     rewards = [[rng.choice((0.0, 0.1, 1.0, math.nan)) for _ in range(4)] for _ in range(400)]
     lengths = [[rng.randint(1, 6) for _ in range(4)] for _ in range(400)]

@@ -72,7 +72,10 @@ def checked_stderr(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def write_table_with_value(column: str, value: Any, path: Path) -> None:
-    """Write a Parquet file of two rows, of which at least the second has `value` in `column`."""
+    """Write a Parquet file of two rows, of which at least the second has `value` in `column`.
+
+    Both have it if the column's type would not allow it beside a good value.
+    """
     image = {"bytes": encode_picture(draw_figure(1)), "path": None}
     second_image = {"bytes": encode_picture(draw_figure(2)), "path": None}
     good_columns: dict[str, Any] = {
@@ -97,7 +100,10 @@ def write_table_with_value(column: str, value: Any, path: Path) -> None:
 
 
 def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: CaseFolder) -> None:
-    """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
+    """A table with an odd value in a column is handled by preparation, inspection and evaluation.
+
+    Each takes it or refuses it in error lines. A row that would end a run never gets through.
+    """
     for column, value_name in product(
         ("id", "images", "problem", "answer", "choices"), ODD_VALUES_BY_NAME
     ):
@@ -142,7 +148,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
 def test_a_field_of_a_predictions_row(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each odd value in each column: the file is scored, or refused in lines that name the row."""
+    """A file of answers with an odd value in a column is scored, or refused with the row's name."""
     rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(
         benchmark.name
     ) or [
@@ -204,7 +210,7 @@ def test_a_field_of_a_predictions_row(
 def test_a_field_of_a_benchmarks_row(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data with such values are refused before anything is asked, or can be asked and scored."""
+    """Benchmark data with an odd value in a column can be asked, or are refused with the row."""
     rows: list[dict[str, Any]] = mathvista_rows(4) if benchmark is MATHVISTA else mmstar_rows(2)
     for row in rows:
         row.pop("decoded_image", None)
@@ -307,7 +313,7 @@ def is_number(action: argparse.Action) -> bool:
 
 
 def bad_values(action: argparse.Action) -> list[str]:
-    """List what the option can never take."""
+    """List values that the option can never take."""
     never_taken = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
     never_taken += (
         ["x" * 300 + "/y"]
@@ -338,7 +344,11 @@ def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case_fo
 def values_not_refused_by_name(
     main: Main, parser: Parser, before: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[tuple[str, str], object]:
-    """Each option and value that is not refused in one line: the exit code, the line, files."""
+    """Try values that options can never take, and return those that are not refused in one line.
+
+    By option and value: the exit code, stderr and the files in `folder`. `before`: the words before
+    the options.
+    """
     values_by_option: dict[tuple[str, str], object] = {}
     required = [action for action in parser._actions if action.required]
     tried = 0
@@ -387,7 +397,10 @@ def test_help_says_something_of_every_option():
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
 def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, capsys):
-    """The same of a YAML file, where a value may have a type of its own."""
+    """A value in a YAML file that an option can never take is refused in one line with its key.
+
+    A YAML value may have a type of its own.
+    """
     monkeypatch.chdir(tmp_path)
     (parser,) = [parser for name, _, parser, _ in commands() if name == f"{benchmark.name} run"]
     config = tmp_path / "c.yaml"
@@ -409,7 +422,7 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
 def test_a_file_that_is_no_config_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """A broken or missing file, or a folder, is one line."""
+    """A config that is broken, missing or a folder is refused in one line."""
     for content in (b"\xff\xfe", b"a: [", b"- 1", b"", b"&a [*a, *a]", b"[" * 3000):
         with case_folder(content) as folder:
             (folder / "c.yaml").write_bytes(content)

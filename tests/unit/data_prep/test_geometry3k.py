@@ -43,7 +43,7 @@ def write_half_transparent_problem(
 
 
 def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
-    """`geometry3k_raw` has six problems of the authors' training split."""
+    """Six real problems of the authors' training split are read with all that a folder has."""
     assert run_prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
@@ -102,7 +102,10 @@ FORM_RECORD: dict[str, Any] = {
 
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
-    """Without any one of its facts, the form has other words and another picture."""
+    """Each fact of a logic form has its words in the text and its mark in the redrawn picture.
+
+    So a form without it has another text and another picture.
+    """
     words = facts_in_words(read_form_from_record(FORM_RECORD), "Find x.")
     full_drawing = draw_form(read_form_from_record(FORM_RECORD))
     assert words is not None
@@ -119,7 +122,10 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
 
 
 def test_a_form_whose_question_or_facts_have_no_words_has_none() -> None:
-    """A shaded area, a name that no fact has, and what cannot be parsed are not in words."""
+    """A logic form with a question or fact that has no words gets no text at all.
+
+    Examples are a shaded area, a name that no fact has, and what cannot be parsed.
+    """
     questions = (
         "Find(AreaOf(Shaded(Shape($))))",
         "Find(z)",
@@ -148,7 +154,11 @@ def test_a_form_with_a_point_outside_of_the_picture_cannot_be_drawn() -> None:
 def test_problems_are_redrawn_from_logic_forms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file has the forms by number, and another one the texts; the second form has no points."""
+    """Problems are made of logic forms, with redrawn pictures, and of the texts with their numbers.
+
+    One file has the forms by number, another the texts. The second form has no points, so it cannot
+    be drawn, and is left out.
+    """
     forms = tmp_path / "forms.json"
     texts = tmp_path / "test.jsonl"
     forms.write_text(
@@ -188,7 +198,10 @@ def test_problems_are_redrawn_from_logic_forms(
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
-    """The gold of letter B is its choice, unless a choice is itself a letter."""
+    """The gold of letter B is the value of its choice, unless a choice is itself a letter.
+
+    A transparent picture gets a white background.
+    """
     write_half_transparent_problem(tmp_path / "raw", "val", 2101)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = read_only_row(tmp_path / "out", "validation")
@@ -230,7 +243,10 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
 
 
 def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
-    """The authors' texts have an accent before several letters, without braces around them."""
+    """`mend_latex` puts braces around the letters that an accent is meant for, and corrects spaces.
+
+    The authors' texts have an accent before several letters, without braces around them.
+    """
     cases = [
         ("Find m \\widehat A B.", "Find m \\widehat{A B}."),
         ("m \\widehat A B C = 40", "m \\widehat{A B C} = 40"),
@@ -259,7 +275,7 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
 
 
 def two_hub_rows() -> list[dict[str, Any]]:
-    """Two rows as the data set of the hub has them: with one image, and with two."""
+    """Return two rows as the data set of the hub has them: with one image, and with two."""
     two = {
         "images": [half_black_picture((8, 8)), half_black_picture()],
         "problem": "<image> <image>\nFind $m \\angle 1$.",
@@ -276,7 +292,10 @@ def two_hub_rows() -> list[dict[str, Any]]:
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
-    """The ids are the positions in a split, and the answers are golds of the grader."""
+    """Parquet files in the hub's format give rows whose ids are positions in the split.
+
+    The answers become golds of the grader, and marks before the text are dropped.
+    """
     write_hub_table(tmp_path / "table" / "data", two_hub_rows())
     write_hub_table(
         tmp_path / "table" / "data", [{**two_hub_rows()[0], "problem": "Find y."}], "validation"
@@ -307,7 +326,10 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
 def test_a_table_that_is_not_in_the_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One after the other: no file, no table, no images, no picture, no Parquet."""
+    """A table that is not in the hub's format is refused with what is wrong.
+
+    One after the other: no file, no Parquet, no images, no picture, another format.
+    """
     table = tmp_path / "table"
     output = tmp_path / "out"
     assert "there is no file or folder" in stderr_of_refusal(
@@ -339,7 +361,7 @@ def test_a_table_that_is_not_in_the_format_is_refused(
 def test_the_preset_of_convert_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`convert --preset geometry3k` is another name of `geometry3k --source parquet`."""
+    """`convert --preset geometry3k` gives the rows of `geometry3k --source parquet`."""
     write_hub_table(tmp_path / "table" / "data", two_hub_rows())
     code = run_prepare_geometry3k(
         "parquet",
@@ -374,7 +396,7 @@ def test_the_preset_of_convert_gives_the_same_rows(
 
 
 def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> None:
-    """An archive may have the split's folder inside or not, and gives the rows of the folders.
+    """The authors' zip files give the rows of their folders, with or without the split's folder.
 
     A damaged member is a refused row.
     """
@@ -413,7 +435,10 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
 
 
 def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
-    """A problem has two pictures; `--diagram point` takes the one with letters at its points."""
+    """`--diagram point` takes the picture of a problem that has letters at its points.
+
+    Each problem has that one and a plain one.
+    """
     for diagram, name in (
         ("plain", "img_diagram.png"),
         ("point", "img_diagram_point.png"),
@@ -436,7 +461,7 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 
 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
-    """Five of 30 rows: the first ones, or a sample that depends on the seed alone."""
+    """`--limit 5` takes the first five of 30 rows; with `--seed` a sample that only it decides."""
     for number in range(30):
         write_problem_folder(tmp_path / "raw", number=number)
 
@@ -463,7 +488,10 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
 def test_wrong_options_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case: options of the command, and a part of the error."""
+    """Options that do not fit are refused in one line, before anything is written.
+
+    Each case: options of the command, and a part of the error.
+    """
     cases = [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
         (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
@@ -481,7 +509,10 @@ def test_wrong_options_are_one_line(
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
-    """A prepared folder that is prepared again keeps both."""
+    """A table keeps its own ids and choices, as a prepared folder does that is prepared again.
+
+    With choices a letter as the answer becomes the value of its choice.
+    """
     write_problem_folder(tmp_path / "raw", number=12)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert run_prepare_geometry3k("parquet", tmp_path / "first", tmp_path / "second") == 0
@@ -519,7 +550,7 @@ def row_count_by_split(root: Path) -> dict[str, int | None]:
 
 
 def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -> None:
-    """The name of the archive does not matter, nor folders above the splits."""
+    """The splits of a zip file are its folders, whatever its name and the folders above them."""
     for name, above, has_all_splits in product(
         ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
         ["", "geometry3k/", "data/geometry3k/"],
@@ -541,7 +572,10 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -
 
 
 def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):
-    """`val.zip` is the split of its name; an unknown name, no zip and no problems are refused."""
+    """A zip without a split's folder inside has the split of its name, as `val.zip` has.
+
+    An unknown name, a file that is no zip, and one without problems are refused.
+    """
     write_zip(tmp_path / "val.zip", ["5"], tmp_path)
     assert row_count_by_split(tmp_path / "val.zip") == {"validation": 1}
     write_zip(tmp_path / "some.zip", ["5"], tmp_path)

@@ -55,7 +55,7 @@ def four_choices(angle: str) -> list[str]:
 
 
 def write_llava_file(folder: Path, name: str, images: str, question: str, answer: str) -> None:
-    """Write a file in the form of LLaVA.
+    """Write rows of the three `RIGHT_ANSWERS` in the form of LLaVA, a conversation for each.
 
     In `question` and `answer` `{0}` is the right angle and `{1}` to `{4}` are the choices.
     """
@@ -250,7 +250,10 @@ def test_the_page_has_a_command_for_each_set() -> None:
 def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The right value is correct, and so is the letter B where there are choices; 7 is wrong."""
+    """The documented command of a public data set makes rows that are graded as they should be.
+
+    The right value is correct, and so is the letter B if there are choices; 7 is wrong.
+    """
     write_dataset, with_choices, answer_end = WRITER_AND_ENDING_BY_DATASET[name]
     write_dataset(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -44,7 +44,10 @@ DATASET_ID = "someone/geometry3k"
 
 @contextmanager
 def hub_with_commits(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[str]:
-    """The address of a hub whose one dataset has these commits, the last one being `main`."""
+    """Serve a hub whose one data set has these commits, the last one as `main`; yield its address.
+
+    A commit has the content of each file by name. `requests` gets the path of every request.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -149,7 +152,7 @@ class HubClient:
         )
 
     def prepare(self, output: str, *options: str) -> tuple[int, str]:
-        """The exit code and what was said on stderr since the start."""
+        """Run a preparation from the hub; return its exit code and stderr since the start."""
         arguments = [
             "--source",
             "hub",
@@ -184,7 +187,10 @@ def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
 def test_the_manifest_has_the_full_commit_of_what_was_read(
     tmp_path: Path, commits: dict[str, Any]
 ) -> None:
-    """A revision or the newest commit is read, and written down in full."""
+    """A preparation from the hub reads the newest commit or `--revision`, and notes it in full.
+
+    A pinned revision that was read before is read again when the hub is gone.
+    """
     requests: list[str] = []
     with hub_with_commits(commits, requests) as endpoint:
         client = HubClient(endpoint, tmp_path)
@@ -221,7 +227,10 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
 def test_a_hub_id_is_streamed_at_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request for the data has the same revision."""
+    """A data set of the hub is streamed at the one commit to which the revision v1 leads.
+
+    `load` and `Api` stand in for the hub; v1 is the commit 111...
+    """
     files = str(write_hub_parquet(tmp_path) / "data" / "*.parquet")
     requests: list[tuple[Any, ...]] = []
 
@@ -255,7 +264,7 @@ def test_a_hub_id_is_streamed_at_one_commit(
 
 
 def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch, capsys):
-    """A repository without Parquet files is refused."""
+    """A repository of the hub without Parquet files is refused in one line."""
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing")
     )

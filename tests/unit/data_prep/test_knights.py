@@ -28,7 +28,10 @@ def people_and_statements(problem: str) -> tuple[list[str], list[tuple[str, str]
 
 
 def sentence_holds(words: str, knight: dict[str, bool]) -> bool:
-    """Tell whether a sentence is true, read as English and not by the generator's tables."""
+    """Tell whether a sentence is true, read as English and not by the generator's tables.
+
+    `knight`: by name, whether a person is a knight.
+    """
     names = re.findall(r"[A-Z]\w+", words)
     first = knight[names[0]]
     last = knight[names[-1]]
@@ -48,7 +51,10 @@ def sentence_holds(words: str, knight: dict[str, bool]) -> bool:
 
 
 def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
-    """All 2ⁿ assignments of n people are tried on the sentences of the text, and one fits."""
+    """A puzzle's text has one solution, the gold, among all 2ⁿ assignments of its n people.
+
+    The sentences are read as English, and not by the generator's tables.
+    """
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
@@ -75,7 +81,10 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
-    """The text decides the split, and a quarter of all texts are of the test split."""
+    """Equal arguments give equal puzzles, and no puzzle is in both splits.
+
+    A hash of the text decides the split: a quarter of all texts are of the test split.
+    """
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
     train = {row["problem"] for row in generate(200, split="train", people=(3, 4))}
     test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
@@ -94,7 +103,10 @@ def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
 
 
 def test_the_benchmark_scores_by_number_of_people(tmp_path):
-    """Problems of three and four people have a score of their own."""
+    """The benchmark has a score of its own for each number of people, here three and four.
+
+    Of four answers the second one is no solution.
+    """
     main(
         [
             "knights",
@@ -138,7 +150,10 @@ KNAVE_CLAIM = ("lying", 1)
 
 
 def test_a_claim_is_true_of_exactly_these(subtests):
-    """Each case: a claim about two people, and for which of their kinds (knight: True) it holds."""
+    """A claim about two people holds for exactly those of their kinds that its words say.
+
+    Each case: the claim, and the kinds of the two (knight: True) for which it holds.
+    """
     cases = [
         (KNIGHT_CLAIM, {(True, False), (True, True)}),
         (KNAVE_CLAIM, {(True, False), (False, False)}),
@@ -189,7 +204,7 @@ def prepare_puzzles(tmp_path: Path, *records: dict[str, Any], words: tuple[str, 
 
 
 def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
-    """`--question plain` leaves the published text as it is."""
+    """A published puzzle gets a sentence that asks for a box, or none with `--question plain`."""
     assert prepare_puzzles(tmp_path, puzzle_record()) == 0
     (row,) = load_split(str(tmp_path / "out"), "train")
     assert row["answer"] == "Ada is a knight, Ben is a knave"
@@ -219,7 +234,10 @@ BROKEN_RECORD_AND_REASON: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_folder):
-    """The second of two rows is broken in one way each."""
+    """A faulty puzzle is refused with its row and its fault, and nothing is written.
+
+    It is the second of two rows, with each fault of `BROKEN_RECORD_AND_REASON` in turn.
+    """
     for kind in BROKEN_RECORD_AND_REASON:
         with case_folder(kind) as folder:
             changed_fields, words_of_error = BROKEN_RECORD_AND_REASON[kind]
@@ -233,7 +251,7 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_f
 
 
 def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
-    """Repeated puzzles, other columns and what is no table are refused."""
+    """A puzzle that comes twice is refused, and so are other columns and what is no table."""
     assert prepare_puzzles(tmp_path, puzzle_record(), puzzle_record()) == 2
     assert "row 1 of" in (stderr := capsys.readouterr().err)
     assert "the same puzzle as row 0" in stderr
@@ -248,7 +266,10 @@ def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
 
 
 def test_options_of_the_other_source_are_refused(capsys, case_folder):
-    """Puzzles are drawn, or read from Parquet, and each source has options of its own."""
+    """An option that belongs to the other source of puzzles is refused.
+
+    Puzzles are drawn, or read from Parquet, and each source has options of its own.
+    """
     cases = [
         (["--source", "parquet"], "input: --source parquet needs it"),
         (
@@ -278,7 +299,7 @@ def test_options_of_the_other_source_are_refused(capsys, case_folder):
     reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)",
 )
 def test_adoras_own_puzzles_are_read(tmp_path):
-    """The published files have 100 puzzles of three people and 100 of seven."""
+    """ADORA's published puzzles are read, 100 of three people and 100 of seven, and all verify."""
     arguments = [
         "knights",
         "--source",

@@ -54,7 +54,10 @@ def interrupt_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    """130 is the exit code after Ctrl-C."""
+    """A preparation that is interrupted ends with 130, and leaves only what was there before.
+
+    130 is the exit code after Ctrl-C.
+    """
     assert prepare_synthetic(tmp_path / "out") == 0
     contents_before = file_contents(tmp_path / "out")
     interrupt_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
@@ -86,7 +89,10 @@ def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Pat
 
 
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
-    """Other arguments than the folder's are named, and `--overwrite` replaces it."""
+    """A folder made with other arguments is refused with the difference, and kept.
+
+    `--overwrite` replaces it.
+    """
     assert prepare_synthetic(tmp_path / "out") == 0
     contents_before = file_contents(tmp_path / "out")
     # the words of a command, by the difference that its error names
@@ -124,7 +130,10 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
 def test_a_folder_that_is_not_ours_is_refused_and_kept(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """A folder without our manifest stays as it is."""
+    """A folder without a manifest of ours is refused and stays as it is.
+
+    The manifest is missing, broken or of another program.
+    """
     for manifest in [None, "{", "[]", '{"made_by": "somebody else"}']:
         with case_folder(f"{manifest!r:.80}") as folder:
             output = folder / "out"
@@ -152,7 +161,10 @@ def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
 
 
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
-    """With a time in it, equal arguments would not give equal files."""
+    """The manifest has the arguments and the hash of each file, but no time.
+
+    With a time in it, equal arguments would not give equal files.
+    """
     manifest = prepare_drawn(tmp_path / "out", describe_synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     assert manifest["files"] == file_hashes(tmp_path / "out")
@@ -169,7 +181,7 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 rows, at most 64 in a batch, are two row groups in their order."""
+    """100 rows with at most 64 in a row group are written as two groups, in their order."""
     # 64 rows are one batch then, since a picture has about 200 bytes
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_IMAGE_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_ROWS", 64)
@@ -182,7 +194,10 @@ def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_loading_says_what_is_missing(tmp_path: Path) -> None:
-    """One after the other: no folder, no split, no column, no rows, no rows at all."""
+    """Loading a split of prepared data says what is missing.
+
+    One after the other: no folder, no split, no column, no rows, no rows at all.
+    """
     with pytest.raises(UserError, match="no folder"):
         load_split(tmp_path / "none", "train")
     write_split(generate(1), tmp_path, "train")
@@ -231,7 +246,10 @@ def wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
 def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     tmp_path: Path,
 ) -> None:
-    """The new output is written beside the old one, and a killed one is removed later."""
+    """A killed preparation leaves the old output whole, and the next one removes what it has left.
+
+    It writes beside the old output. While it lives, another preparation leaves its folder alone.
+    """
     output = tmp_path / "out"
     write_problem_folder(tmp_path / "raw")
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
@@ -261,7 +279,10 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
 
 @pytest.mark.slow
 def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
-    """Workers that go on would write into a folder that nobody reads."""
+    """The workers of a preparation end when it is killed with SIGKILL.
+
+    They would go on writing into a folder that nobody reads.
+    """
     for number in range(400):
         write_problem_folder(tmp_path / "raw", number=number)
     command = [

@@ -41,7 +41,7 @@ def noted_counts(output: Path) -> dict[str, int]:
 
 
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
-    """A mark becomes `<image>`, and the images come in the order of their marks.
+    """A mark of an image becomes `<image>`, and the images come in the order of their marks.
 
     Each case: a text, the number of its images, the text with its marks replaced, the order of the
     images, and whether the text numbers more images than there are.
@@ -84,7 +84,11 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
 
 
 def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
-    """The fourth row has a mark and no image, so it is refused."""
+    """Images that a problem numbers are stored in the order in which it names them.
+
+    A number without an image becomes words, as in "image 2". The fourth row has a mark and no image
+    at all, so it is refused.
+    """
     rows = [
         {"q": "First <image2>, then <image1>.", "a": "1", "i": ["pics/0.png", "pics/1.png"]},
         {"q": "Is <image1> as <image2>?", "a": "2", "i": "pics/2.png"},
@@ -114,7 +118,7 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
 
 
 def test_nothing_in_a_cell_is_no_image_and_no_choices(case_folder: CaseFolder) -> None:
-    """A cell may be empty in four ways.
+    """An empty cell, in any of four forms, gives a row no image and no choices.
 
     Beside such rows stand one with an image, and one that lacks both columns.
     """
@@ -153,9 +157,9 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
-    """The grader reads none of the last three answers as a number.
+    """An answer that the grader cannot read as a number is refused, with what to write instead.
 
-    Lines are counted with the head of the table.
+    These are the last three answers. Lines are counted with the head of the table.
     """
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
     source = write_user_csv(tmp_path / "in", "csv", rows)
@@ -174,9 +178,10 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
-    """A line break in quotes and an empty line count, as an editor shows them.
+    """A refused row is named by the line of its file that an editor shows, or by its number.
 
-    A row of Parquet and an item of a JSON list have numbers of their own.
+    A line break in quotes and an empty line count. A row of Parquet and an item of a JSON list have
+    numbers of their own.
     """
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
     code = run_convert(
@@ -206,10 +211,10 @@ INSTRUCTION = "Reason first, in <think> </think> tags. Put the final answer in \
 def test_rows_of_other_trainers_are_read_as_they_are(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rows are those of other trainers' own pages.
+    """Rows in the forms of other trainers become problems; their instructions may be taken off.
 
-    verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages Custom-dataset and
-    GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
+    The rows are those of verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's
+    pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
     instruction_of_counting = (
         "Output the thinking process in <think> </think> and\n"
@@ -312,8 +317,9 @@ def test_rows_of_other_trainers_are_read_as_they_are(
 
 
 def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
-    """ms-swift and the chat templates put them into the parts of the question, each in a form of
-    its own.
+    """A picture inside of a conversation is found in each form that is in use.
+
+    ms-swift and the chat templates put it into a part of the question.
     """
     data = "data:image/png;base64," + base64.b64encode(PNG_FILES[0]).decode()
     for name, part in {
@@ -354,9 +360,10 @@ def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
     case_folder: CaseFolder,
 ) -> None:
-    """Pictures of the system message are none of the question; a bare mark takes the next image.
+    """Pictures in a conversation keep their places; one from outside the folder refuses its row.
 
-    `fine` has a row, and the numbers of its pictures. A picture from elsewhere is refused.
+    Pictures of the system message are none of the question, and a bare mark takes the next of
+    `images`. `fine` has a row, and the numbers of its pictures.
     """
     picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
     mark = {"type": "image"}
@@ -438,7 +445,10 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
 def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
     tmp_path: Path,
 ) -> None:
-    """A data set that a config names is converted into a cache, and again when a file changes."""
+    """A data set that a config names is converted again if a picture in its conversations changes.
+
+    It is converted into a cache.
+    """
     source = write_user_jsonl(
         tmp_path / "in",
         [conversation_row([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])],
@@ -519,7 +529,7 @@ NOTED_ANSWERS: dict[str, tuple[str, list[tuple[str, str, int]]]] = {
 def test_an_answer_graded_otherwise_than_meant_is_counted(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rows are kept, and the command prints how many there are and why."""
+    """Rows whose answer may be graded otherwise than meant are kept, and counted with why."""
     for name, (message, rows) in NOTED_ANSWERS.items():
         for problem, answer, counted in rows:
             with case_folder(f"{problem} {answer}") as folder:
@@ -542,7 +552,10 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(
 def test_a_column_inside_another_is_named_with_a_dot(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`r.g.t` is the value of `t` in `g` in the column `r`; a cell of a CSV has JSON."""
+    """A column name with dots such as `r.g.t` is a value inside of the column `r`, in any format.
+
+    A cell of a CSV has JSON. A missing part is refused by its name.
+    """
     rows = [
         {
             "m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}],
@@ -589,7 +602,10 @@ def test_a_conversation_of_several_questions_is_refused(
 
 
 def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.Subtests) -> None:
-    """Each case: a problem, and what is left of it (None: all of it)."""
+    """The last sentences of a problem are split off if they say how to answer.
+
+    Each case: a problem, and what is left of it (None: all of it).
+    """
     for problem, rest in [
         (f"Find x. {INSTRUCTION}", "Find x."),
         (
@@ -607,7 +623,10 @@ def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.
 
 
 def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_path: Path) -> None:
-    """Rows contradict each other with one question, one picture and choices, and two answers."""
+    """Rows with one question and two answers are left out; equal rows are kept and counted.
+
+    A question is one with its picture and choices.
+    """
     rows = [
         # three rows that contradict each other
         {**ROW_WITH_IMAGE, "a": "5"},
@@ -646,7 +665,10 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
 
 
 def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
-    """Each of ten questions stands in two rows, which go into the same split."""
+    """`--test-share` puts equal questions into the same split, so that none is a leak.
+
+    Each of ten questions stands in two rows, in two spellings.
+    """
     write_user_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
@@ -667,7 +689,10 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
 def test_a_file_called_test_may_be_named_another_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The name would make all its rows test rows, and none would be left to train on."""
+    """A single table test.jsonl is refused with `--test-share`, unless `--split-name` is given.
+
+    By its name all its rows would be test rows, and none would be left to train on.
+    """
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
     message = stderr_of_refusal(

@@ -86,10 +86,10 @@ def write_forms(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
 def test_labels_that_the_facts_contradict_are_listed_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """12 and 5 are the legs of a right triangle, so the third side is 13 and the area 30.
+    """`solve` lists labels that a problem's facts contradict, and writes each problem's result.
 
-    Problem 2 has the label 31; 3 has too few facts, 4 contradicts itself, and 2500 has no exact
-    value.
+    12 and 5 are the legs of a right triangle, so the third side is 13 and the area 30. Problem 2
+    has the label 31; 3 has too few facts, 4 contradicts itself, and 2500 has no exact value.
     """
     golds = {"1": "13", "2": "31", "3": "9", "4": "13", "2500": "11.8"}
     table = tmp_path / "golds.jsonl"
@@ -138,7 +138,10 @@ def test_labels_that_the_facts_contradict_are_listed_first(
 def test_what_the_picture_shows_counts_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the picture shows the right angle at A; the facts are two sides."""
+    """A problem whose right angle only the picture shows is answered with `--looks` alone.
+
+    Its facts are two sides.
+    """
     forms = {"1": form_record(RIGHT_TRIANGLE_FACTS[:2], "Find(LengthOf(Line(B, C)))")}
     for options, answered in (([], 0), (["--looks"], 1)):
         assert main(["solve", str(write_forms(tmp_path, forms)), *options]) == 0
@@ -148,7 +151,7 @@ def test_what_the_picture_shows_counts_where_it_is_asked_for(
 def test_a_text_is_answered_with_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command takes facts in sentences too, and draws the figure beside their file."""
+    """`solve` takes facts in sentences too, and draws the figure beside their file."""
     facts = tmp_path / "facts.txt"
     facts.write_text("triangle ABC\nAB = 3, BC = 4, right angle ABC\nfind AC\n")
     assert main(["solve", str(facts)]) == 0
@@ -183,7 +186,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 def test_solved_problems_become_rows_with_their_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three of the five forms have an answer and stand in the splits of the authors."""
+    """Logic forms with an answer become rows with that answer and the solved figure.
+
+    Three of the five forms of `FORMS` have one. They stand in the splits of the authors.
+    """
     output = tmp_path / "geo"
     arguments = [
         "geometry3k",
@@ -210,7 +216,10 @@ def test_solved_problems_become_rows_with_their_figures(
 
 
 def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path) -> None:
-    """The numbers of Geometry3K say the split: 2101 is of validation and 2401 of test."""
+    """Logic forms are put into the authors' splits by their numbers.
+
+    Those of Geometry3K are training up to 2100, validation from 2101 and test from 2401.
+    """
     points = {"A": 0j, "B": 300 + 0j, "C": 190j}
     number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
     right_triangle = logic_form(points, SIDES, RIGHT_TRIANGLE_FACTS, "Find(LengthOf(Line(B, C)))")
@@ -224,7 +233,7 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
-    """A solved figure is read back as it was; with a moved point it is refused."""
+    """A solved figure is read back as it was stored; with a moved point it is refused."""
     solved = solve_form(
         logic_form(
             {"A": 0j, "B": 300 + 0j, "C": 190j},
@@ -245,9 +254,10 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
 def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
     tmp_path: Path,
 ) -> None:
-    """Four variants are made of each problem, with the same facts and other numbers.
+    """Variants of a problem depend on seed and number alone, and their facts give their answers.
 
-    They do not depend on a limit or on the number of workers. `15~3` is the third one of `15`.
+    Up to four are made of each problem, with the same kinds of facts and other numbers, whatever
+    the limit and the number of workers. `15~3` is the third variant of `15`.
     """
     folder = tmp_path / "geo"
     source = [
@@ -303,7 +313,10 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
 def test_problems_without_enough_variants_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command prints how many problems got fewer variants than were asked for."""
+    """The command prints how many problems got fewer variants than were asked for.
+
+    `make_variants` is replaced: it makes none of problem 0, one of 1 and two of 2.
+    """
     folder = tmp_path / "geo"
     write_split(
         [{**row, "facts": None, "figure": row["id"]} for row in generate(3, size=112)],
@@ -358,7 +371,7 @@ def assert_refused_in_training(folder: Path) -> None:
 
 
 def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
-    """The column `figure` has the solution, so no prompt of a shipped config may show it."""
+    """No prompt of a shipped config shows the column `figure`, which has the solution."""
     folder = tmp_path / "geo"
     source = ["geometry3k", "--source", "facts", "--input", str(write_forms(tmp_path))]
     assert main([*source, "--output", str(folder), "--workers", "1", "--keep-leaks"]) == 0
@@ -385,7 +398,10 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
 
 
 def test_a_variant_lies_as_the_picture_of_its_original() -> None:
-    """A variant is not turned against the picture of its original: its base is level too."""
+    """A variant has a level base if the picture of its original has, even if the solved one slants.
+
+    The original is drawn as a square, but its angles make it a parallelogram.
+    """
     # Drawn as a square with a level base, and by its angles a slanting parallelogram.
     points = {"A": 0j, "B": 200 + 0j, "C": 200 + 200j, "D": 200j}
     facts = [

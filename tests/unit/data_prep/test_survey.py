@@ -51,8 +51,10 @@ def write_prepared_rows(
 
 
 def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys):
-    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22
-    x 16, ...
+    """`inspect` counts the real rows' shapes and answer forms, and measures their image tokens.
+
+    Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22 x
+    16, ...
     """
     assert run_prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
@@ -77,7 +79,10 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
 def test_longest_problems_in_tokens_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a model the longest problems are counted in characters."""
+    """With a model the longest problems are counted in its tokens, and otherwise in characters.
+
+    A model that cannot be loaded is one error line.
+    """
     from adora_vl.models.load import PRETRAINED_FOLDER
 
     write_prepared_rows(tmp_path / "data", "Find the measure of a base angle.")
@@ -102,7 +107,10 @@ def test_longest_problems_in_tokens_of_a_model(
 def test_a_row_cannot_command_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Escape codes of a terminal could set its title, or turn the direction of text."""
+    """Control characters of a row are not printed.
+
+    Escape codes of a terminal could set its title, or turn the direction of text.
+    """
     write_prepared_rows(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
     output = capsys.readouterr().out
@@ -114,7 +122,7 @@ def test_a_row_cannot_command_the_terminal(
 
 @pytest.fixture
 def attacked_page(tmp_path: Path) -> Path:
-    """A page of rows that attack in every text that they have."""
+    """A page of `inspect` whose rows have `ATTACK`, HTML that runs code, in every text."""
     row: dict[str, Any] = {
         "answer": ATTACK,
         "answer_raw": ATTACK,
@@ -133,7 +141,7 @@ def attacked_page(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked_page: Path) -> None:
-    """No tag, attribute or address of the hostile data is in the page."""
+    """The page of hostile rows has no tag, attribute or address that the rows bring."""
     page = TagsOfPage(attacked_page.read_text())
     allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
@@ -151,8 +159,9 @@ def test_the_page_is_self_contained_and_holds_texts_as_text(attacked_page: Path)
 def test_nothing_runs_in_a_real_browser(
     attacked_page: Path, browser: Browser, tmp_path: Path
 ) -> None:
-    """A page that would run it says so in its title; without escaping and policy the same rows do
-    exactly that.
+    """HTML in the rows does not run when a browser opens their page.
+
+    It would show in the page's title; without escaping and policy the same rows do exactly that.
     """
     assert_attack_runs_unescaped(ATTACK, browser, tmp_path)
     browser.open(attacked_page)
@@ -180,7 +189,10 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
-    """The page shows 48 of 60 rows with pictures of 400 kB and long texts."""
+    """The page is equal at a second call, and has at most 48 rows and 10 MB.
+
+    The data are 60 rows with pictures of 400 kB and long texts.
+    """
     noise = {
         "bytes": encode_picture(Image.effect_noise((700, 700), 100).convert("RGB")),
         "path": None,
@@ -199,7 +211,7 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
 
 
 def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
-    """The place of the page is checked before any row is read."""
+    """`inspect` refuses to overwrite an HTML file that is not its own, before it reads any row."""
     write_prepared_rows(tmp_path / "data")
     (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
     assert main(["inspect", str(tmp_path / "data")]) == 2
@@ -226,7 +238,10 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
 
 
 def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
-    """One of four problems has no choice with its letter, Z."""
+    """The page of `inspect` says how many rows were refused, and why.
+
+    One of four problems has the answer Z, which is the letter of no choice.
+    """
     for number in range(3):
         write_problem_folder(tmp_path / "raw", number=number)
     write_problem_folder(tmp_path / "raw", number=3, answer="Z")
@@ -249,7 +264,7 @@ def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
 def test_inspect_leaves_out_what_no_row_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows without pictures, goals and shapes have no table of these."""
+    """`inspect` has no table of pictures, goals or shapes if no row has them."""
     assert main(["inspect", str(write_prepared_rows(tmp_path / "drawn"))]) == 0
     assert {"goal", "shape", "image size (longest side)"} <= set(
         capsys.readouterr().out.splitlines()
@@ -284,7 +299,7 @@ def test_inspect_of_something_else_is_one_line(
 
 
 def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A column for each split, a line for each source, goal, form and size."""
+    """`inspect` prints a column for each split, and a line for each source, goal, form and size."""
     command = ["synthetic", "--output", str(tmp_path / "out"), "--rows", "5", "--test-rows", "3"]
     command += ["--families", "polygon"]
     assert main(command) == 0
@@ -305,7 +320,10 @@ def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_what_is_wrong_beyond_a_row_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows that have gone since the manifest was written, and ids that a training would refuse."""
+    """`inspect` says where rows and manifest differ, and which ids come twice.
+
+    Repeated ids are what a training would refuse.
+    """
     folder = write_prepared_rows(tmp_path / "out", id="a/1", rows=3)
     manifest_file = folder / "manifest.json"
     manifest = json.loads(manifest_file.read_text())
@@ -324,7 +342,10 @@ def test_what_is_wrong_beyond_a_row_is_said(
 
 
 def test_rows_of_another_program_are_shown_too(tmp_path: Path) -> None:
-    """Its `meta` may be anything, and without `answer_raw` the answer says which choice is right."""
+    """Rows of another program are shown, whatever their `meta`; the answer marks the right choice.
+
+    They lack the column `answer_raw`, which has the letter otherwise.
+    """
     row = {
         "id": "a/1",
         "images": [{"bytes": encode_picture(Image.new("RGB", (60, 60))), "path": None}],

@@ -64,7 +64,7 @@ def test_the_same_arguments_give_the_samefiles(prepared_folder: Path, tmp_path: 
 def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
     prepared_folder: Path, tmp_path: Path
 ) -> None:
-    """Three seeds and sizes together have no diagram in both splits."""
+    """No diagram is in both splits, even over three seeds and three sizes of the test split."""
     train = diagram_hashes(prepared_folder, "train")
     held_out = diagram_hashes(prepared_folder, "test")
     for seed in (1, 2):
@@ -77,7 +77,10 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
 
 
 def test_every_row_is_sound(prepared_folder: Path) -> None:
-    """Golds are canonical, solutions correct, pictures 56 pixels wide and in their split."""
+    """Every drawn row has a canonical gold, a correct solution, and a picture of its own split.
+
+    The picture decides its split, and is 56 pixels wide.
+    """
     rows = rows_of_folder(prepared_folder)
     assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
     assert {row["meta"]["family"] for row in rows} == set(PLAIN_FAMILY_BY_NAME)
@@ -95,7 +98,11 @@ def test_every_row_is_sound(prepared_folder: Path) -> None:
 
 
 def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
-    """Else the length of an answer counts its digits, and ADORA's criterion attenuates by that."""
+    """Solutions and slips of one kind have several wordings of different length.
+
+    Otherwise their length would only count the digits, and ADORA's criterion would attenuate by
+    that.
+    """
     word_counts: dict[tuple[str, str, str], set[int]] = {}
     for row in generate(600):
         meta = row["meta"]
@@ -111,7 +118,10 @@ def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
 def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model of the tiny one's size can count the sides of such a polygon."""
+    """A drawn polygon has a dot at each corner, and its lowest side tilts by four degrees at most.
+
+    A model of the tiny one's size can count the sides of such a polygon.
+    """
     pictures = record_drawings(monkeypatch)
     dots = list[Point]()
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
@@ -128,7 +138,7 @@ def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
 def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each option is refused with what would be right, before a file is written."""
+    """A wrong option is refused in one line with what would be right, before a file is written."""
     cases = [
         ({"--families": "circel"}, "did you mean 'circle'?"),
         (
@@ -190,7 +200,10 @@ DIGEST_BY_REVISION = {
 
 
 def test_a_revision_stands_for_the_same_rows() -> None:
-    """Rows of both splits, a level and choices, and of knights, have the digests above."""
+    """Drawn rows have the digests of their revision in `DIGEST_BY_REVISION`.
+
+    They are of both splits, with a level and choices, and of the puzzles of knights.
+    """
     drawn_rows = [
         *generate(200, split="train", seed=1, size=56),
         *generate(50, split="test", size=112, level=2, choices=4),
@@ -205,9 +218,9 @@ def test_a_revision_stands_for_the_same_rows() -> None:
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Hash texts and pixels.
+    """Return a hash of the texts and pixels of rows.
 
-    Pillow draws alike on every processor; another Pillow may not, so the pins decide.
+    Pillow draws alike on every processor; another version of it may not, so the pinned one decides.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -225,7 +238,10 @@ PINNED_TEXTS = ("question", "answer", "solution", "slip", "goal", "shapes", "kin
 
 
 def digest_of_problems(family: str, level: int) -> str:
-    """Hash texts and pixels of a family's problems, and how far they moved the generator."""
+    """Return a hash of a family's problems, and of how far they moved the random generator.
+
+    One draw more or less would change each row that follows.
+    """
     digest = hashlib.sha256()
     for seed, style in enumerate(("plain", "plain", "board")):
         rng = random.Random(seed)
@@ -267,7 +283,10 @@ def test_the_rows_that_the_shipped_tiny_model_learned_from_never_change() -> Non
 def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_right(
     subtests: pytest.Subtests,
 ) -> None:
-    """25 problems of each level; each of the four letters is right in some problem."""
+    """Problems with letters have a gold that verifies, and four choices of which one is right.
+
+    There are 25 of each level, in which each letter of A to D is right at least once.
+    """
     for level in LEVELS:
         with subtests.test(f"{level}"):
             rows = list(
@@ -306,7 +325,7 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
 
 
 def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
-    """Families take turns in the rows, and the manifest has the options."""
+    """Rows take turns among `--families` and follow the other options, which the manifest has."""
     command = [
         "synthetic",
         "--output",
@@ -418,7 +437,7 @@ def solve_for_x(text: str, value: float) -> float:
 
 
 def recompute_answer(family: str, question: str, drawn: DrawnPicture) -> float:
-    """Return the answer that follows from the question and what is drawn alone.
+    """Return the answer that follows from the question and the labels in the picture alone.
 
     Other formulas than those of the drawing code are used, where there are any.
     """
@@ -487,8 +506,9 @@ def factor_of_x(text: str) -> int:
 
 
 def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtests):
-    """Every number that is needed is drawn, or stands in the question, apart from the others and
-    inside.
+    """The answer of each problem follows from its question and the labels in its picture alone.
+
+    The labels are inside of the picture, and apart from each other.
     """
     pictures = record_drawings(monkeypatch)
     for family, level in product(

@@ -55,7 +55,7 @@ class Drawing:
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
-    """Note what is drawn from now on."""
+    """Note what is drawn on any canvas from now on: labels, lines, circles and dots."""
     notes = Drawing()
 
     def note_before(name: str, note: Callable[..., None]) -> None:
@@ -100,7 +100,10 @@ def assert_solved(problem: SyntheticProblem) -> None:
 def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
     name: str, level: int
 ) -> None:
-    """The engine's answer is the problem's, and both ask for the same letters."""
+    """A problem's answer follows from the sentences it is drawn from.
+
+    Its question asks for the same letters as the sentence `find ...`.
+    """
     for seed in SEEDS:
         problem = LETTERED_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
         assert_solved(problem)
@@ -162,7 +165,10 @@ def test_each_plain_family_is_compared_with_its_picture() -> None:
 def test_a_plain_problem_is_solved_from_what_its_picture_shows(
     drawing: Drawing, name: str, level: int
 ) -> None:
-    """What the picture shows is in the text form, and the engine solves that."""
+    """A problem's sentences have all that its picture shows, and its answer follows from them.
+
+    Not all seeds are solved, but each kind of problem is.
+    """
     solved_kinds = set()
     for seed in (*SEEDS, *range(10, 16)):
         drawing.clear()
@@ -231,7 +237,10 @@ def test_labels_that_would_touch_are_refused() -> None:
 
 
 def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
-    """What the option adds is what the reward `steps` reads; without it the columns stay as ever."""
+    """Rows drawn with `figures` let the reward `steps` tell a true step from a false one.
+
+    Their other columns are those of rows without it.
+    """
     families = ("inscribed_arc", "corners")
     for name, options in {"plain": {}, "figures": {"figures": True}}.items():
         dataset_description = describe_synthetic(

@@ -60,7 +60,7 @@ def write_workbook(folder: Path, rows: list[list[Any]]) -> Path:
 def test_a_table_of_german_excel_is_read_as_it_was_saved(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Encoding, delimiter and sheet are found, and the user is told which they are."""
+    """A table that a German Excel saved is read, and its encoding, delimiter or sheet printed."""
     # The words that the note on the table has to have, and what writes it.
     write_table_by_note: dict[str, Any] = {
         "with semicolons": lambda folder: write_german_csv(folder, "utf-8-sig"),
@@ -92,7 +92,7 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
 
 
 def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
-    """A person sees 0.3 and 50 % in Excel, and these are the answers."""
+    """A cell of a workbook has the value that Excel shows: 0.3 for 0.1 + 0.2, and 50 % for 0.5."""
     answers = [0.1 + 0.2, 7, 0.5, "3/4"]
     rows = [[f"q{number}?", answer, None] for number, answer in enumerate(answers)]
     source = write_workbook(tmp_path, rows)
@@ -135,9 +135,9 @@ def test_decimal_commas_are_read_only_where_they_are_meant(case_folder: CaseFold
 def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
     case_folder: CaseFolder,
 ) -> None:
-    """A `ClassLabel` of datasets is stored as a number, and its names are in the table or its card.
+    """An answer that is a `ClassLabel` of `datasets` becomes the name of the class, not its number.
 
-    A bare number beside choices may be the value or the index of one, so the user has to say which.
+    It is stored as a number, and its names are in the table or in the card of the data set.
     """
     features = Features(
         {"q": Value("string"), "a": ClassLabel(names=["3", "1", "x"]), "c": List(Value("string"))}
@@ -167,7 +167,10 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
 
 
 def test_a_bare_number_beside_choices_needs_a_meaning(case_folder: CaseFolder) -> None:
-    """0, 1 and 2 with the choices 3, 1, 2, 0 are values, or count the choices from 0 or from 1."""
+    """A bare number beside choices is refused until `--answer-is` says what it means.
+
+    0, 1 and 2 with the choices 3, 1, 2, 0 are values, or count the choices from 0 or from 1.
+    """
     rows = [{"q": f"{n}?", "a": n, "c": ["3", "1", "2", "0"]} for n in range(3)]
     for meaning, golds in {
         "": [],
@@ -190,7 +193,7 @@ def test_a_bare_number_beside_choices_needs_a_meaning(case_folder: CaseFolder) -
 
 
 def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_path: Path) -> None:
-    """Each answer of a table becomes its gold, or its row is refused."""
+    """An answer with TeX or foreign signs becomes a clean gold, or its row is refused."""
     # the gold of each answer; None where it is refused
     golds: dict[str, str | None] = {
         r"5$\sqrt{2}$": r"5\sqrt{2}",
@@ -224,7 +227,10 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
 def test_rows_of_one_json_text_are_found(
     case_folder: CaseFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list of rows may be the whole file, stand under a key, or have the rows by key."""
+    """Rows of a JSON file may be a list, stand under a key, or be values by key.
+
+    A broken file of each form is refused.
+    """
     monkeypatch.setattr(json_tables, "_PIECE_CHARACTERS", 5)  # pieces of a list then end anywhere
     rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
     for content in (
@@ -259,9 +265,10 @@ def test_rows_of_one_json_text_are_found(
 def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside(
     case_folder: CaseFolder,
 ) -> None:
-    """A path may have backslashes, other capitals, percent signs, or ä as one character.
+    """A picture is found under another spelling of its path, but never outside of the folder.
 
-    The file of this name has ä as two characters, as macOS writes it.
+    The path may have backslashes, other capitals, percent signs, or ä as one character. The file
+    has ä as two characters, as macOS writes it.
     """
     name = unicodedata.normalize("NFD", "Dreieck ä.png")
     for path in (
@@ -298,7 +305,10 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
 
 
 def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
-    """A value that is no picture is refused in words that say what it is."""
+    """A picture that is a web page, a pointer of Git LFS or a torn HEIC is refused by what it is.
+
+    A whole HEIC and a short Base64 text are pictures.
+    """
     heic = tmp_path / "in" / "a.heic"
     pytest.importorskip("pillow_heif").from_pillow(draw_figure(5, 64)).save(
         make_pictures(tmp_path / "in") / "a.heic", quality=90
@@ -335,7 +345,10 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
 def test_all_faults_of_a_table_are_said_in_one_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three rows have no picture and a decimal comma, and one has no answer."""
+    """The error about a table has all kinds of faults of its rows, and all its missing columns.
+
+    Three rows have no picture and a decimal comma, and one has no answer.
+    """
     rows = [{"q": f"{n}?", "a": "3,5", "i": f"{n}.png"} for n in range(3)] + [
         {"q": "4?", "a": None, "i": "pics/0.png"}
     ]
@@ -360,7 +373,10 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
 
 @pytest.mark.slow
 def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_path: Path) -> None:
-    """A phone's JPEG files are converted with a workbook and with JSON lines; one is trained on."""
+    """A phone's photographs are converted with a workbook or with conversations, and trained on.
+
+    The JPEG files keep their format, so that they stay small. The training takes the workbook.
+    """
     photos = make_pictures(tmp_path / "in")
     names = [f"IMG_{n}.jpg" for n in range(30)]
     for n, name in enumerate(names):
@@ -402,7 +418,10 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
 
 
 def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
-    """The files of one name in a tar are a row."""
+    """A tar file of webdataset is a table, in which the files of one name are a row.
+
+    The fourth row is broken JSON. Files of other kinds, such as mp3, are passed over.
+    """
     shard = tmp_path / "shard-000.tar"
     with tarfile.open(shard, "w") as tar:
         for number, gold in enumerate(("50", "65", "72")):
@@ -430,7 +449,10 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
 def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The end `images/0.png` of `/mnt/data/geo/images/0.png` is in the folder of the pictures."""
+    """With `--image-dir` a path of another machine leads to the longest end of it that is there.
+
+    The end `images/0.png` of `/mnt/data/geo/images/0.png` is in that folder.
+    """
     for beginning in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
         with case_folder(beginning) as folder:
             rows = [{"q": f"{n}?", "a": n, "i": f"{beginning}images/{n}.png"} for n in range(2)]
@@ -450,7 +472,10 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
-    """Hardly any answer repeats a sentence, so the user has to want that."""
+    """A sentence as the answer is refused, unless `--text-answers` is given.
+
+    Hardly any model's answer repeats a sentence.
+    """
     golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
     source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
@@ -464,7 +489,7 @@ def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path
 
 
 def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
-    """With --keep-options-in-text the problem stays as it is."""
+    """Choices in the text of a problem are taken out, unless `--keep-options-in-text` is set."""
     source = write_user_jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
     columns = ("problem=q", "answer=a")
     assert run_convert(source, tmp_path / "out", columns=columns) == 0
@@ -477,7 +502,10 @@ def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> Non
 
 
 def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> None:
-    """Only the last boxes count, and adjacent ones are a list."""
+    """A reference answer with boxes is that in the last one, or a list if the last ones are joined.
+
+    They are joined by "and" here. A box in a draft in `<think>` does not count.
+    """
     # the gold of each answer
     golds = {
         r"<think>\boxed{4}?</think> so \boxed{5}": "5",

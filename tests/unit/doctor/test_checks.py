@@ -75,7 +75,7 @@ def test_a_version_outside_of_its_range(subtests, monkeypatch):
 
 
 def test_either_build_of_vllm_is_looked_at(monkeypatch):
-    """vLLM's GPU build, of an old version, is found and refused; what is not used is skipped."""
+    """An old version of vLLM's GPU build fails its check; unused libraries are skipped."""
     only_gpu = {"vllm": "0.22.0"}.get
     monkeypatch.setattr(checks_module, "installed_version", only_gpu)
     monkeypatch.setattr("adora_vl.utils.versions.installed_version", only_gpu)
@@ -89,7 +89,7 @@ def test_either_build_of_vllm_is_looked_at(monkeypatch):
 
 
 def test_builds_that_do_not_suit_the_machine(subtests):
-    """The builds of torch and vLLM have to be for the CPU or for CUDA, as the run is."""
+    """The check of a GPU run fails without a GPU, or with a build of torch or vLLM for the CPU."""
     cases: list[Any] = [  # facts of the machine, status, words of the remedy
         ({"use_cpu": True, "gpus": 0, "cuda": None, "vllm_is_cpu_build": True}, Status.PASSED, ""),
         (
@@ -134,7 +134,10 @@ def test_a_torchvision_for_another_torch(monkeypatch):
 
 
 def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
-    """DeepSpeed needs ninja and a C++ compiler, Triton a C compiler and Python's headers."""
+    """A missing compiler fails the check if DeepSpeed or Triton is used and needs it.
+
+    DeepSpeed needs ninja and a C++ compiler, Triton a C compiler and Python's headers.
+    """
     headers = tmp_path / "Python.h"
     headers.touch()
     # programs that are missing, whether DeepSpeed and Triton are used, status, words of the remedy
@@ -212,7 +215,10 @@ def test_golds_that_can_be_graded_and_broken_ones(subtests):
 
 
 def test_a_grader_that_accepts_anything(monkeypatch):
-    """A grader that finds a wrong number correct fails the check of the golds."""
+    """A grader that accepts a wrong number fails the check of the golds.
+
+    The check has it grade 918273.645, which is no gold.
+    """
     monkeypatch.setattr(
         "adora_vl.doctor.checks.grade",
         lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
@@ -254,7 +260,7 @@ def test_a_reward_that_does_not_apply_to_a_row_adds_nothing_to_its_sum():
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
-    """A new folder can be written and is not left behind; one below a file cannot."""
+    """An output folder below a file fails the check; a new one passes, and is not left behind."""
     assert check_writable(tmp_path / "a" / "b").status is Status.PASSED
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     (tmp_path / "file").write_text("")
@@ -298,7 +304,10 @@ def examination_of(engine: object, *, vllm_mode: str = "colocate") -> EngineExam
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
-    """4×4 patches, merged 2×2, are 4 features, and need 4 image tokens in the prompt."""
+    """A row with fewer image tokens in its prompt than its image has features fails the check.
+
+    4×4 patches, merged 2×2, are 4 features.
+    """
     assert (
         check_features(
             prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge_size=2
@@ -317,7 +326,10 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
-    """The two checks of the prompts pass, and the engine's eight are skipped with the reason."""
+    """Without an engine in this process its eight checks are skipped, each with the reason.
+
+    The checks of image features and of the models' buffers need none, and pass.
+    """
     for engine, why in [
         (None, "samples itself"),
         (SimpleNamespace(), "server"),
@@ -332,7 +344,10 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
-    """A check that raises has failed, with the error's words; those after it are skipped."""
+    """A check that raises has failed, with the error's words; those after it are skipped.
+
+    The agreement checks before it pass, by stand-ins.
+    """
     monkeypatch.setattr(
         EngineExamination,
         "check_agreement",
@@ -347,6 +362,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
     monkeypatch.setattr(EngineExamination, "check_after_change", raise_error)
     checks = run_engine_checks(examination_of(SimpleNamespace(model_runner="V1")), merge_size=2)
+    # from the check of distant positions on; the one after it is replaced by `raise_error`
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
         Status.FAILED,
@@ -357,7 +373,10 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
 
 def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
-    """Sleep mode needs a GPU, so only the order of the calls to the engine is tested here."""
+    """The check of sleep mode puts the engine to sleep, compares it, and fails on a large drift.
+
+    Sleep mode needs a GPU, so the engine and the comparison are stand-ins.
+    """
     monkeypatch.setattr(EngineExamination, "bound", 0.01)  # nats between engine and policy
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
         events: list[object] = []
@@ -391,7 +410,7 @@ class SmallEngine(torch.nn.Module):
 
 
 def test_a_changed_weight_comes_back_to_the_bit():
-    """A weight is always changed from its first value, and restored even after an error."""
+    """A weight is changed from its first value each time, and restored exactly after an error."""
     model = SmallEngine()
     weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
@@ -415,9 +434,11 @@ def test_a_changed_weight_comes_back_to_the_bit():
 
 
 def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
-    """The projector's own matrix is changed, and not one of Qwen3-VL's deepstack mergers.
+    """The weight that is changed to test the vision is the projector's last matrix.
 
-    Ten times the weight of those moved no answer of a fresh model by 0.1 nats.
+    It is none of Qwen3-VL's deepstack mergers: ten times the weight of those moved no answer of a
+    fresh model by 0.1 nats. With a frozen projector it is in the last block, and with all of vision
+    frozen there is none.
     """
     for kind, last_layer in [  # model type, and the projector's last matrix
         ("qwen2_5_vl", "mlp.2"),
@@ -455,6 +476,7 @@ def test_the_table_has_the_remedy_below_the_failure():
 
 def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_path, capsys):
     """The command ends with 1 if a check has failed, and writes the checks as JSON."""
+    # a check has a name and a detail, and a failed one a remedy too
     for checks, code in (
         ([passed("a", "b")], 0),
         ([failed("a", "b", "c")], 1),

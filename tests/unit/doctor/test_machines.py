@@ -60,7 +60,10 @@ TWO_MACHINES_CONFIG = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
-    """A process can tell it by the environment variables that accelerate sets."""
+    """A run warns if accelerate was asked for two processes and has started one.
+
+    A process can tell it by the environment variables that accelerate sets.
+    """
 
     def warning_after_launch(*arguments: str) -> str:
         """Return what `single_process_note` says of a start with these options of accelerate."""
@@ -89,7 +92,7 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
 
 
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
-    """The file is for 2 machines with 8 processes each; another number of machines keeps the 8."""
+    """Another number of machines keeps 8 processes on each, as the file for two machines has."""
     cases: list[Any] = [  # options of the command, expected sharding
         ({}, Sharding(processes=16, stage=3, machines=2)),
         ({"machines": 4}, Sharding(processes=32, stage=3, machines=4)),
@@ -102,7 +105,11 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
 
 
 def test_what_several_machines_could_not_start_from_is_refused(case_folder):
-    """Each case replaces one line of the config of two machines, and is refused."""
+    """A config with which several machines could not start is refused with the key to change.
+
+    Each case replaces one line of the config of two machines. Processes that are not a multiple of
+    the machines are refused too.
+    """
     cases = [  # line of the config, what replaces it, words of the error
         (
             "main_process_port: 29500",
@@ -158,9 +165,10 @@ OPTIONS_FOR_TWO_MACHINES = [
 
 
 def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
-    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile.
+    """accelerate starts torch's launcher on each machine, which all meet at a fixed address.
 
-    With the options of the scripts in `setup/`, a config of one machine serves as well.
+    DeepSpeed's own launcher would need pdsh and a hostfile. With the options of the scripts in
+    `setup/`, a config of one machine serves as well.
     """
     for file, options in (("zero3_nodes", []), ("zero3_offload", OPTIONS_FOR_TWO_MACHINES)):
         with subtests.test(file):
@@ -216,7 +224,7 @@ def parse_config(*arguments):
 
 
 def test_an_engine_lies_on_one_machine_and_one_machine_saves():
-    """An engine's tensor parallel size has to divide one machine's processes; only one saves."""
+    """The tensor parallel size has to divide the processes of a machine, and only one may save."""
     config = parse_config(
         "--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4"
     )
@@ -243,7 +251,10 @@ def single_rank(monkeypatch):
 
 
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
-    """The file of this start is found and removed, and that of a start that was killed as well."""
+    """Ranks that see rank 0's file in the output folder go on, and the file is removed.
+
+    The file of an earlier start that was killed is removed when rank 0 writes its own.
+    """
     (tmp_path / f"{fingerprint_module._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = create_token_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
@@ -258,11 +269,12 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, sin
 
 
 def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
-    """It is refused even if its disk has such a file too, from a start of its own."""
+    """A rank on a disk without rank 0's file is refused, even if it has a file of another start."""
     own_disk = tmp_path / "ours"
     other_disk = tmp_path / "theirs"
     own_disk.mkdir(), other_disk.mkdir()
     token = create_token_file(own_disk)
+    # its name is drawn, and so another one
     create_token_file(other_disk)
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
@@ -271,7 +283,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
-    """The file appears after 0.3 s, within the 30 s of patience, and no error is raised."""
+    """Rank 0's file may appear 0.3 s late on a shared disk; a rank waits up to 30 s for it."""
     token = create_token_file(tmp_path)
     (tmp_path / token).unlink()
     late_write = threading.Timer(0.3, (tmp_path / token).touch)
@@ -281,7 +293,10 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
 
 
 def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, single_rank):
-    """The message has the machine, its rank and the first difference, from rank 0's value on."""
+    """A rank with another fingerprint than rank 0 is refused by machine, rank and first difference.
+
+    `beta` comes first by the alphabet.
+    """
     token = create_token_file(tmp_path)
     message_naming_the_rank = (
         rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
@@ -297,7 +312,7 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
 
 
 def test_the_first_rank_that_differs_is_named():
-    """Other settings and another folder are each said of the first rank that has them."""
+    """The first rank that has other settings or another folder than rank 0 is named."""
     equal_rank = RankView(machine="one", shares_folder=True, differences=[])
     rank_with_other_data = RankView(
         machine="two", shares_folder=True, differences=["dataset: a -> b"]
@@ -318,7 +333,10 @@ def test_the_first_rank_that_differs_is_named():
 
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
-    """Two threads stand for two machines that ask at once; the second waits for the model."""
+    """Two machines that need the same built-in model at once build it once; the second one waits.
+
+    Two threads stand for the machines, and `build` for the training of the model.
+    """
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     built = []
     both_ready = threading.Barrier(2)
@@ -348,7 +366,10 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
 
 
 def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, subtests):
-    """A folder whose `build.json` has another plan or none is built again, once."""
+    """A built-in model whose `build.json` lacks the current plan is built again, once.
+
+    The plan is the settings with which the model is trained.
+    """
     plan = asdict(TextStart())
     # contents of `build.json`: another plan, no plan, no dictionary, and no such file
     cases: list[Any] = [{"plan": {"steps": 250, "slips": 0.5}}, {"parameters": 1}, ["plan"], None]
@@ -373,7 +394,10 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
 
 
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
-    """Two machines, or two containers, count their processes from 1."""
+    """Two processes of one number that replace a file at once leave a whole file, and nothing else.
+
+    Two machines, or two containers, count their processes from 1.
+    """
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with replacing_file(tmp_path / "a.png") as first, replacing_file(tmp_path / "a.png") as second:
         first.write(b"whole")
@@ -391,7 +415,10 @@ def stage_checkpoint(folder: Path) -> Path:
 
 
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
-    """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
+    """A file that another machine wrote is in the manifest, though it appears here after 0.3 s.
+
+    The folder's list of files never shows it here, as a client of NFS may have it.
+    """
     checkpoint = stage_checkpoint(tmp_path)
     monkeypatch.setattr(store, "file_names_below", lambda folder: ["mine"])
     late_write = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
@@ -434,7 +461,10 @@ NCCL_EXITED = (
 
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
-    """The errors of gloo and NCCL become one line in the training, in a save and in the command."""
+    """A lost connection of gloo or NCCL becomes one line in training, in a save and in the command.
+
+    Other errors are not taken for one.
+    """
     for number, error_words in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
         with subtests.test(error_words):
 
@@ -479,7 +509,7 @@ def write_program(folder: Path, name: str, text: str) -> None:
 def run_script(
     name: str, *arguments: str, folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of `setup/` in a folder whose programs are found first."""
+    """Run a script of `setup/` in a folder whose programs come first on PATH."""
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(REPOSITORY / "setup" / name), *arguments],
@@ -527,7 +557,10 @@ def slurm_folder(tmp_path):
 
 
 def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm_folder):
-    """A run that leaves `stopped.json` ends with 75, and its job is queued again."""
+    """A Slurm job starts the launcher on each node, and queues itself again after a stopped run.
+
+    A stopped run leaves `stopped.json`. The job then ends with 75.
+    """
     write_program(
         slurm_folder,
         "launch",
@@ -550,7 +583,10 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
 
 
 def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm_folder):
-    """An optimizer in host memory would work on the one thread that accelerate gives."""
+    """Both scripts divide a machine's cores among its processes, unless OMP_NUM_THREADS is set.
+
+    Otherwise an optimizer in host memory would work on the one thread that accelerate gives.
+    """
     write_program(slurm_folder, "launch", "echo threads $OMP_NUM_THREADS")
     threads_variable = "OMP_NUM_THREADS"
     variables = {"SLURM_SUBMIT_DIR": str(slurm_folder), "LAUNCH": "./launch", **SLURM_VARIABLES}
@@ -592,7 +628,10 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm_fo
 
 
 def test_a_slurm_job_that_fails_is_not_queued_again(slurm_folder):
-    """A note that an earlier stop has left does not count: the job would be queued for ever."""
+    """A Slurm job whose run fails is not queued again, even if an earlier stop has left its note.
+
+    Otherwise the job would be queued for ever. Without `--output_dir` it ends with 2.
+    """
     (slurm_folder / "out").mkdir()
     (slurm_folder / "out" / "stopped.json").touch()
     write_program(slurm_folder, "launch", "exit 1")
@@ -636,7 +675,10 @@ def ssh_folder(tmp_path):
 
 
 def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh_folder):
-    """The machines' launchers differ in the rank only, and have the variables of ENVIRONMENT."""
+    """Over ssh each machine's launcher has its own rank, and the variables of ENVIRONMENT.
+
+    Host and rank are all in which the two launchers differ.
+    """
     write_program(ssh_folder, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
     environment = {
         "HOSTS": "one two",
@@ -661,7 +703,10 @@ def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh_fol
 
 
 def test_over_ssh_a_machine_that_fails_ends_the_others(ssh_folder):
-    """The others would wait for its processes; they are given GRACE seconds, and then killed."""
+    """A machine that fails over ssh ends the script with its code, and the other machines.
+
+    They would wait for its processes, so they are killed after GRACE seconds.
+    """
     write_program(ssh_folder, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     process = run_script(
@@ -685,7 +730,7 @@ def test_over_ssh_a_stopped_run_ends_with_75(ssh_folder):
 
 
 def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh_folder):
-    """The launcher has not left its number yet when the script is told to stop."""
+    """A stop takes effect even before the launcher on a machine has noted its process number."""
     write_program(ssh_folder, "launch", "exec sleep 300")
     write_program(
         ssh_folder,
@@ -710,8 +755,9 @@ def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh_folder):
 def test_programs_of_an_environment_that_was_not_activated_are_found(
     monkeypatch, tmp_path, subtests
 ):
-    """DeepSpeed asks for `ninja` by name, as this child process does for a program beside the
-    interpreter.
+    """A program beside the interpreter is found by its name, though it is not on PATH.
+
+    DeepSpeed calls `ninja` by name.
     """
     (tmp_path / "bin").mkdir()
     write_program(tmp_path / "bin", "ninja", "echo own ninja")
@@ -729,7 +775,10 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(
 
 
 def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch, subtests):
-    """With several processes, or with no GPU shown, CUDA_VISIBLE_DEVICES stays what it was."""
+    """A single process uses the first GPU that CUDA_VISIBLE_DEVICES shows, or GPU 0 without it.
+
+    With several processes, or with no GPU shown, the variable stays what it was.
+    """
     cases = [  # CUDA_VISIBLE_DEVICES, number of processes, CUDA_VISIBLE_DEVICES afterwards
         (None, "1", "0"),
         ("3", "1", "3"),
@@ -754,7 +803,10 @@ def test_no_accelerate_config_overrides_the_users_choice_of_a_gpu():
 
 
 def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
-    """Ports of the system's range are for connections, and could be taken before they are used."""
+    """A free port is below the range that the system gives to connections, and not in use.
+
+    Ports of that range could be taken before they are used.
+    """
     ports = {free_port() for _ in range(20)}
     range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_of_range = int(range_file.read_text().split()[0]) if range_file.exists() else 32_768

@@ -34,7 +34,10 @@ REQUIRED_WORDS = ["--model", "M", "--data", "D", "--output", "O"]
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
-    """`infer` takes the same file and ignores the options of the score in it."""
+    """An option of the command line wins over that of the file, and the file over the default.
+
+    `infer` takes the same file and ignores the options of the score in it (`rounding`).
+    """
     config = tmp_path / "c.yaml"
     config.write_text(
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
@@ -71,7 +74,10 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case_folder):
-    """Each case: the words of a command, and a part of its only line on standard error."""
+    """A mistake of the user's ends a command with exit code 2 and one line on standard error.
+
+    Each case: the words of a command, and a part of the line.
+    """
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
@@ -115,14 +121,17 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
-    """The file of a command is checked like its words."""
+    """A misspelt key in the file of a command is refused like a misspelt option."""
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
     assert main(GEOMETRY3K, ["run", *REQUIRED_WORDS, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
 
 
 def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case_folder):
-    """Its name begins with `no_`, so that `--no-no-image` would be the other word for it."""
+    """`no_image` is true or false in a file, and `--no-image` sets it on the command line.
+
+    Its name begins with `no_`, so that the other word for it would be `--no-no-image`.
+    """
     for value, without_image in [("true", True), ("false", False)]:
         with case_folder(value) as folder:
             config = folder / "c.yaml"
@@ -158,7 +167,10 @@ def error_of_run(
 def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
     synthetic_data, case_folder, capsys
 ):
-    """Libraries raise errors of many kinds for it, and the user gets one line."""
+    """A damaged folder of a model is refused in one line, before there is an output folder.
+
+    Libraries raise errors of many kinds for such files.
+    """
 
     def remove(file: Path) -> None:
         file.unlink()
@@ -197,7 +209,11 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
 
 
 def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, capsys):
-    """vLLM would place images otherwise than Transformers, or compute in 16 bits, without a word."""
+    """A model that vLLM would run otherwise than Transformers is refused with `--engine vllm`.
+
+    Without its key, vLLM would place the images of `qwen3_vl` otherwise. The layers of `qwen3_5`
+    with linear attention it would compute in 16 bits on a CPU.
+    """
     missing_key = "has no mrope_interleaved in the rope_parameters"
     for kind, reason in (
         ("qwen3_vl", missing_key),
@@ -222,7 +238,7 @@ def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, caps
 def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     synthetic_data, tmp_path, monkeypatch, capsys
 ):
-    """The output folder is removed again, unless it has something else in it."""
+    """A run whose engine cannot be built removes its output folder, unless it has other files."""
 
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
@@ -235,7 +251,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     for output in (new_folder, used_folder):
         message = error_of_run(synthetic_data, "a/b", output, capsys)
         assert "error: model: 'a/b' cannot be loaded\n" in message
-        assert "its copy" not in message
+        assert "its copy" not in message  # the note on a model of the hub that is here already
     assert not new_folder.exists()
     assert (used_folder / "notes.txt").read_text() == "mine"
 
@@ -243,9 +259,9 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(
     synthetic_data, tmp_path, capsys
 ):
-    """The first command has its file, still empty, and its fingerprint.
+    """A second command on an output folder is refused, and both files of the first one stay.
 
-    It may be loading its model for minutes.
+    The first one has its fingerprint and an empty file of predictions, as while its model loads.
     """
     output = tmp_path / "out"
     output.mkdir()
@@ -264,7 +280,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(
 def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(
     tmp_path, capsys
 ):
-    """It counts as wrong, and the next run does not ask it again, since it would not fit either."""
+    """A problem that is too long is recorded as failed, and the next run does not ask it again."""
     rows = list(generate(3, split="test", seed=1))
     rows[1]["problem"] = "Find x. " * 2000
     synthetic_data = tmp_path / "data"

@@ -49,7 +49,10 @@ def comparison_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
-    """Two runs are compared by the difference of their accuracy, McNemar's test and by group."""
+    """A comparison has the difference of accuracy, McNemar's test, and figures by group.
+
+    A group that no run has is refused.
+    """
     first = write_score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
     write_score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
     second_folder = str(tmp_path / "two")
@@ -80,6 +83,7 @@ def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsy
         if line.startswith("task = "):
             heading = line
         elif words and words[0] in (score_before, score_after, grpo) and " of " in line:
+            # PATH ACCURACY [LOW, HIGH] of COUNT GAIN; the first run has no gain
             words_behind_count = words[words.index("of") + 2 :]
             gain_by_heading.setdefault(heading, {})[words[0]] = words_behind_count
     assert gain_by_heading == {
@@ -98,7 +102,7 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     path = write_score_file(tmp_path / "one.json", "01")
     lines = comparison_of(capsys, path).splitlines()
     adora_line = next(line for line in lines if line.startswith("ADORA (quoted)"))
-    assert adora_line.split()[2] == "73.5"
+    assert adora_line.split()[2] == "73.5"  # its published accuracy on all of MathVista
     assert any("not measured here" in line for line in lines)
     assert "quoted" not in comparison_of(capsys, path, "--no-published")
     mmstar_text = comparison_of(capsys, write_score_file(tmp_path / "m.json", "01", "mmstar"))
@@ -107,7 +111,10 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
 
 
 def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
-    """A score of other data, of a part, or with grey pictures is not compared with them."""
+    """Published figures of Geometry3K are quoted only beside a score of its whole test split.
+
+    They are not beside a score of other data, of a part, or with grey pictures.
+    """
 
     def comparison_with(sources: list[str], count: int, split: str = "test", **fields: Any) -> str:
         """Show a score of `count` problems from these sources."""
@@ -146,7 +153,10 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
 
 def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
-    """`geometry3k` and `problems` are two names of one benchmark."""
+    """Scores of `geometry3k` and `problems` are compared, as two names of one benchmark.
+
+    They have no published figures beside them, since their data are not known.
+    """
     files = []
     for name, right_digits in (("geometry3k", "0110"), ("problems", "0111")):
         fingerprint = fingerprint_with(benchmark=name)
@@ -158,7 +168,7 @@ def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
-    """Other rules, other problems and missing answers are warned of.
+    """A comparison warns of other rules, of other problems and of missing answers.
 
     A score of 7 of 40 answers is one of a part, alone and beside another.
     """
@@ -178,7 +188,10 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
 
 
 def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
-    """A part is the first problems (`--limit`), or one of which nobody knows how many there are."""
+    """A score of a part is marked in `eval.compare` and in the table of a suite.
+
+    A part is the first problems (`--limit`), or one of which nobody knows how many there are.
+    """
     limited = {"answers": 4, "asked": 4, "in_data": 512}
     part = write_score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}
@@ -200,7 +213,7 @@ def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
-    """Several answers to a problem count as the share that is right, and avg@k gets a column."""
+    """A problem with several answers counts as the share that is right, and avg@k gets a column."""
     half_right = []
     for pid in ("a", "b"):
         half_right.append({"pid": pid, "sample": 0, "verdict": "correct"})
@@ -209,7 +222,7 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     half_score = write_score_file(tmp_path / "one.json", "0101", items=half_right)
     full_score = write_score_file(tmp_path / "two.json", "0101", items=all_right)
     text = comparison_of(capsys, half_score, full_score)
-    # Both problems have the same difference, of which two say little.
+    # In both problems 1 of 2 answers is gained; two equal differences are little evidence.
     assert "+50.0 points, 95 % [-48.6, +82.9] (paired, 2 common problems)" in text
     assert "no McNemar" in text
     samples = {
@@ -274,7 +287,10 @@ def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> d
 
 
 def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_folder, capsys):
-    """Both `eval.compare` and the comparison of trainings warn of it; model and seed may differ."""
+    """Two runs that differ in a setting are warned of; only model and seed may differ.
+
+    `comparability_warnings`, which the comparison of trainings uses too, has the same line.
+    """
     changed_fingerprints = {}
     for name in [*USUAL_FIELDS, "a setting of the future"]:
         fields: dict[str, Any] = {name: "different"}
@@ -298,7 +314,10 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
 
 
 def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
-    """Nor is the address of a server. Programs of servers that are known to differ are one."""
+    """A program of the server that one score does not know, or another address, is no difference.
+
+    Two programs that are both known and differ are one.
+    """
     older = fingerprint_with({"base_url": "http://a:1/v1"})
     vllm = fingerprint_with({"base_url": "http://b:2/v1", "server": "vllm"})
     sglang = fingerprint_with({"base_url": "http://b:2/v1", "server": "sglang"})
@@ -311,7 +330,7 @@ def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
     assert "differ in server" in warning
 
 
-# Which of ten problems are solved: many.
+# Of ten problems, those with a 1 are solved: many.
 MANY_RIGHT = "1111111000"
 
 
@@ -332,7 +351,11 @@ MANY_RIGHT = "1111111000"
 def test_four_views_say_whether_a_model_sees_or_reasons(
     tmp_path, capsys, text, image, blank, verdict
 ):
-    """What is solved from words, from the picture, and from a grey one decides the verdict."""
+    """The verdict says whether a model sees and reasons, by what it solves in the views.
+
+    `text`, `image` and `blank` have a digit for each of ten problems, 1 where it is solved from
+    words, from the picture, and from a grey picture.
+    """
     # Each pattern twice, so that the differences are significant.
     text = 2 * text
     image = 2 * image
@@ -368,7 +391,7 @@ def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
 
 
 def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
-    """Two views are compared with the versions of the problems, and one alone is not."""
+    """A comparison of two views of MathVerse has its versions too; one score alone has not."""
     groups = {"version": {"Text Lite": {"accuracy": 0.25}}}
     files = []
     for view in ("blank", "image"):
@@ -386,7 +409,7 @@ def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, 
     """
     files = {}
     for view, right_digits in right_by_view.items():
-        # The seed may differ between views.
+        # A seed of its own for each view: it may differ in a comparison of views.
         fingerprint = fingerprint_with(model="m", seed=len(view), **fields_of_view(view))
         files[view] = write_score_file(folder / f"{view}.json", right_digits, **fingerprint)
     return files
@@ -453,5 +476,6 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         other = write_score_file(tmp_path / "other.json", right_with, **fingerprint)
         text = comparison_of(capsys, without_tools, other)
         warnings = [line for line in text.splitlines() if "warning" in line]
+        # FIELD of `warning: the runs differ in FIELD: ...`
         assert [warning.split()[5].strip(":") for warning in warnings] == warned_fields
         assert (f"having zoom {gain}" in text) is is_about_tools

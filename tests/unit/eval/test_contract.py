@@ -66,7 +66,10 @@ def load_problems_twice(benchmark: Benchmark, data: Path) -> list[Problem]:
 
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
-    """Its problems can be asked, right answers are right, and its score is printed and compared."""
+    """A benchmark's problems can be asked, its own answers are right, and its score is printed.
+
+    `eval.compare` takes the score too.
+    """
     benchmark = find_benchmark(name)
     assert benchmark.name == name
     problems = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
@@ -164,7 +167,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
-    """`BENCHMARK_NAMES` has every benchmark in `eval/`, and the help and suggestions come from it."""
+    """`BENCHMARK_NAMES` has every benchmark in `eval/`, for the help and for suggestions."""
     files = (REPOSITORY / "eval").glob("*.py")
     modules = {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
     assert modules == set(BENCHMARK_NAMES)
@@ -176,7 +179,7 @@ def test_the_list_stands_once(capsys):
 
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
-    """The source in its manifest decides; without a manifest it is `problems`."""
+    """The source in the manifest of a data set decides; without a manifest it is `problems`."""
     assert benchmark_name_for(tmp_path) == "problems", "rows of the user's own"
     name_by_source = {
         "knights": "knights",
@@ -191,7 +194,7 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
 
 
 def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
-    """A name that is missing there is one that nobody can find."""
+    """Each benchmark is named in the help of `adora_eval` and on two pages of the documentation."""
     help_by_key = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
     words_of_help = re.findall(r"\w+", help_by_key["adora_eval"])
     configuration_page = (REPOSITORY / "docs" / "configuration.md").read_text()
@@ -230,7 +233,7 @@ def rows_of_documented_benchmark(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     for number, question in enumerate(questions):
         row = {"id": number, "question": question}
         rows.append({**row, "answer": "7", "unit": "cm", "image": "side.png"})
-    rows[0]["unit"] = "mm"  # a group of one value is left out of the table
+    rows[0]["unit"] = "mm"  # `unit` is a group, and one of a single value is left out of the table
     monkeypatch.chdir(tmp_path)
     Path("lengths.py").write_text(code)
     Path("test.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -269,23 +272,29 @@ def test_the_benchmark_of_the_page_runs_from_its_file(output_of_documented_run, 
 def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
     output_of_documented_run, monkeypatch, capsys
 ):
-    """The prompt of DynaMath is in its second form, and any other field of the run is the same."""
+    """A benchmark with another `prompt_revision` does not go on with the answers in a folder.
+
+    Those in `out` are to the first form of the prompt, for which the fingerprint has no field.
+    """
 
     def find_with_new_prompt(name: str, **_: object) -> Benchmark:
         return replace(find_benchmark(name), prompt_revision=2)
 
     monkeypatch.setattr(evaluate, "find_benchmark", find_with_new_prompt)
     assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
-    # No option sets it back.
+    # No option sets it back, so the remedy is another folder.
     expected = (
         "prompt_revision: the predictions in 'out' were made with None, this run has 2; use another"
     )
     assert expected in capsys.readouterr().err
-    assert find_benchmark("dynamath").prompt_revision == 2
+    assert find_benchmark("dynamath").prompt_revision == 2  # the one whose prompt has changed
 
 
 def test_another_file_of_a_benchmark_is_another_run(output_of_documented_run, capsys):
-    """Its hash is in the fingerprint, so answers under changed rules are not mixed."""
+    """A changed file of a benchmark is refused in the folder of answers by the first one.
+
+    The hash of the file is in the fingerprint. `out` has the answers by `lengths.py`.
+    """
     code = Path("lengths.py").read_text()
     Path("other.py").write_text(code.replace("exact", "rounded"))
     assert evaluate.main(["other.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
@@ -329,7 +338,7 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(
 def test_problems_that_ones_own_benchmark_makes_are_checked(
     rows_of_documented_benchmark, second_problem, expected
 ):
-    """Each problem is an id and a prompt; the second one cannot be asked."""
+    """Problems of a user's benchmark with the same id, or an image token in a text, are refused."""
     problems = [
         Problem({"pid": pid}, prompt=prompt, n_images=0, images=list)
         for pid, prompt in (("a", "Side 7"), second_problem)
@@ -361,7 +370,11 @@ def summary_with_halves(
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
     rows_of_documented_benchmark, capsys
 ):
-    """Its cells and numbers are rows, columns and figures of the log; notes stand in the file."""
+    """The cells and numbers of a summary are rows of the table, columns and figures of the log.
+
+    Its texts stand in the score file alone. The benchmark `new` has the summary of
+    `summary_with_halves`; the first of its four answers is wrong.
+    """
     lengths = find_benchmark("lengths.py:LENGTHS")
     benchmark = replace(lengths, name="new", summary=summary_with_halves)
     rows = []
@@ -389,7 +402,10 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
 
 
 def test_the_log_of_an_evaluation_is_not_taken_for_that_of_the_step(monkeypatch):
-    """A log clears `should_log`, and the step still has to be logged after the evaluation."""
+    """`log_evaluation` leaves `should_log` set, so that the step itself is still logged.
+
+    Every log of Transformers clears it.
+    """
     from adora_vl.trainer import AdoraGRPOTrainer
 
     logged_metrics: list[dict[str, float]] = []
@@ -421,7 +437,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     problems = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged_metrics: list[dict[str, float]] = []
     chat_arguments: list[dict[str, Any]] = []
-    # This process is the first of two ranks; the second has every other row.
+    # This process is the first of two ranks; the second has the rows 1 and 3.
     monkeypatch.setattr(evaluation, "gather_object", lambda local: [*local, *rows[1::2]])
 
     def build_chat(*_: object, **kwargs: object) -> Namespace:
@@ -435,6 +451,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         "answer_batch",
         lambda _, samples, **kwargs: [row_by_pid[sample.problem.pid] for sample in samples],
     )
+    # Stand-ins with no more than an evaluation uses; `answer_batch` above asks no model.
     groups = Namespace(tool_loop=None, any_rank_continues=bool, server_context=None)
     policy_and_engine: Any = Namespace(
         accelerator=FakeAccelerator(num_processes=2),

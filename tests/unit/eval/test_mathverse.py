@@ -42,7 +42,7 @@ def prediction(
 
 
 def test_free_answers_are_compared_by_their_values():
-    """Each pair is an answer and a reference answer as the data write it."""
+    """A free answer is the same as a reference answer, as the data write it, if its value is."""
     same = [
         ("113.1", r"Area $=113.1 \mathrm{~cm}^{2}$"),
         ("113.097", r"Area $=113.1 \mathrm{~cm}^{2}$"),  # rounded to it
@@ -73,7 +73,7 @@ def test_free_answers_are_compared_by_their_values():
 
 
 def test_an_answer_is_found_in_a_response():
-    """Each response has the answer that is extracted from it, and the rule that finds it."""
+    """An answer is read from a box, behind `the answer is`, as a whole, or from a conclusion."""
     extraction_by_response = {
         r"So the area is 4 and hence \boxed{9\pi}.": (r"9\pi", "box"),
         "The radius is 3.\nThe answer is 28.3 cm. Done.": ("28.3 cm", "stated"),
@@ -103,7 +103,7 @@ def test_options_and_the_right_one_are_read_as_the_data_write_them():
 
 
 def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_path, capsys):
-    """The overall figure is over the five versions with images."""
+    """Each answer counts for its version and subject; the overall one is without `TEXT_ONLY`."""
     # Each row with whether its answer is right.
     cases = [
         (prediction(1, r"\boxed{D}", "D", "Text Dominant"), True),
@@ -139,7 +139,7 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
 
 
 def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, start_server):
-    """The judge extracts answers that our rules cannot read out of a response."""
+    """With a judge, answers are right that our rules cannot read out of the response."""
 
     def extract(body: dict[str, Any], _: int) -> Reply:
         """Reply as a judge that reads D, or an area where no options are listed."""
@@ -164,7 +164,10 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, start_server):
 def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
     tmp_path, start_server, capsys
 ):
-    """Each case: a prediction, and the verdict when a judge compares it with the reference."""
+    """A judge compares a free answer with the reference where our rules do not find it right.
+
+    Each case: a prediction, and its verdict.
+    """
     comparisons: list[str] = []
 
     def judge(body: dict[str, Any], _: int) -> Reply:
@@ -232,12 +235,13 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
 
 def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
-    """On the hub each split is a configuration with the same name."""
+    """The split `all` asks the hub for both configurations, each for the split of its name."""
     requests: list[tuple[str, str | None, str]] = []
 
     def load_dataset(
         name: str, config: str | None, split: str, revision: str | None
     ) -> datasets.Dataset:
+        """Return two problems of the split, as the hub would."""
         requests.append((name, config, split))
         versions = [TEXT_ONLY] if split == "testmini_text_only" else PROBLEM_VERSIONS[:5]
         return datasets.Dataset.from_list(

@@ -109,7 +109,7 @@ def check_published_counts(groups: dict[str, Any], count_by_key: dict[str, str])
 
 
 def test_the_official_score_reads_answers_with_its_faults(subtests):
-    """`cases` has the answer that the official code reads, by response."""
+    """The official code reads these answers in these responses, in lower case and as LaTeX."""
     cases = {
         "B": "b",
         "The answer is 4/3.": "4/3",
@@ -140,7 +140,7 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
         ("b", "B", True),
         ("8", "8.0", True),
         (r"\frac{1}{2}", "0.5", True),
-        ("0.333", r"\frac{1}{3}", True),  # to two places
+        ("0.333", r"\frac{1}{3}", True),  # numbers are rounded to two places
         (r"\frac{1}{300}", r"$\frac{1}{900}$", True),
         ("(1/2,3)", "(0.5,3)", True),
         ("(1,2)", "(2,1)", False),
@@ -215,8 +215,9 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
 
 
 def test_the_prompt_has_the_picture_at_its_first_place():
-    """The data name a picture `<image1>`; choices that are bare letters stand in the picture.
+    """The picture is at its first place in the question, and drawn choices are not listed.
 
+    The data name a picture `<image1>`; choices that are bare letters stand in the picture.
     The message to the model has the picture between the texts before and behind it.
     """
     row = {"question": "Left <image1> or right <image2>?", "options": ["1", "2", "3", "4", "5"]}
@@ -236,7 +237,7 @@ def test_the_prompt_has_the_picture_at_its_first_place():
 
 
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
-    """`mathvision=FOLDER` is an entry of the key `adora_eval`."""
+    """`adora_eval: mathvision=PATH` takes a folder or a file, and its accuracy is in the log."""
     data = write_mathvision(tmp_path, mathvision_rows(4), "json")
     (data / "testmini.jsonl").write_text((data / "test.jsonl").read_text().splitlines()[1])
     (first,) = _load_tasks(f"mathvision={data}", 3, None)  # at most three problems
@@ -264,7 +265,7 @@ def prediction(
 
 
 def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
-    """Each prediction is graded by the official rules and by the strict ones."""
+    """The strict rules do not round, and find answers that the official ones miss."""
     choices = ["1", "2", "3", "4", "5"]
     # A prediction, and whether it is right by the official and by the strict rules.
     cases = [
@@ -288,7 +289,10 @@ def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
 
 
 def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, capsys):
-    """The second question names two pictures, of which the data have only one."""
+    """A score has groups by level, subject and form, and counts questions on several pictures.
+
+    The second question names two pictures, and the data have only one for each problem.
+    """
     two_images = prediction(
         "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
     )

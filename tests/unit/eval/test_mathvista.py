@@ -63,7 +63,10 @@ def read_published_figures(model: str) -> dict[str, Any]:
 def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_subgroup(
     case_folder: CaseFolder,
 ) -> None:
-    """The published figures are by the rules of 2023, and by extractions of a language model."""
+    """Stored extractions by the rules of 2023 give the published verdicts and counts.
+
+    The extractions are those of a language model, which were published with the outputs.
+    """
     for model in PUBLISHED_MODELS:
         with case_folder(model) as folder:
             figures = read_published_figures(model)
@@ -202,7 +205,7 @@ def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> No
         (prediction(), None, False, False, False),
         (prediction(answer="1000"), "1,000", False, False, False),
         (prediction(answer="50"), "50%", False, False, False),
-        (prediction(answer="-5"), "−5", False, False, False),
+        (prediction(answer="-5"), "−5", False, False, False),  # another character for minus
         (prediction(), "1e400", False, False, False),
         (prediction(), "nan", False, False, False),
         (FLOAT_PREDICTION, "1.24", True, True, False),
@@ -290,14 +293,17 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
     # The first item counts twice.
     assert result["id_ood"]["ID"]["correct"] == 2
     assert result["id_ood"]["ID"]["total"] == 3
-    # 2 of 4 are right and ID holds 2 of 3, so OOD has none of one.
+    # OOD is the rest: 2 of 4 are right overall and ID holds 2 of 3, so OOD has 0 of 1.
     assert result["id_ood"]["OOD"]["correct"] == 0
     assert result["id_ood"]["OOD"]["total"] == 1
     assert "counted twice" in result["id_ood"]["definition"]
 
 
 def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
-    """The overall cell, the benchmark's own and those of groups keep the width of their intervals."""
+    """Three equal answers to each problem leave every interval as wide as one answer does.
+
+    That holds for the overall cell, the benchmark's own cells and those of groups.
+    """
     task = "geometry problem solving"
     rows = []
     for index in range(6):
@@ -329,6 +335,7 @@ def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> 
 
 
 def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> None:
+    """The problem `0` has three right samples and `1` two: the interval ends at 1."""
     rows = [prediction(pid="0", extraction="5") | {"sample": sample} for sample in range(3)]
     rows += [prediction(pid="1", extraction="5") | {"sample": sample} for sample in range(2)]
     cell = score_rows(rows, score_options())["id_ood"]["OOD"]
@@ -338,14 +345,17 @@ def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> 
 
 
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
-    """By edit distance an empty extraction is nearest to the shorter choice, "No"."""
+    """An empty extraction is right for the shorter choice, "No", unless it is ignored.
+
+    By edit distance it is nearest to that choice.
+    """
     rows = [choice_prediction("No", "Yes", "No") | {"response": "", "extraction": ""}]
     assert score_rows(rows, score_options())["correct"] == 1
     assert score_rows(rows, score_options(ignore_empty=True))["correct"] == 0
 
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names its rules, how the answers were extracted, and the versions."""
+    """A score names its rules, how the answers were extracted, and the versions of packages."""
     rows = [prediction(response="So the answer is 5.")]
     result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
@@ -358,7 +368,7 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The stored extraction is asked for, and the one row has none."""
+    """A score by stored extractions is refused where a row has none, and names that row."""
     arguments = benchmark_data.score_arguments(
         tmp_path, [prediction(pid="77")], "--extraction", "stored"
     )

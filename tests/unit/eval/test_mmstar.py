@@ -70,7 +70,7 @@ def test_the_published_half_has_404_hits_and_its_categories(case_folder):
 
 
 def test_the_official_rule_looks_at_four_places(subtests):
-    """Each response has whether the answer B is found in it."""
+    """The official rule finds the answer B only at the beginning of a response."""
     cases = [
         ("B", True),
         ("b.", True),
@@ -88,7 +88,7 @@ def test_the_official_rule_looks_at_four_places(subtests):
 
 
 def test_options_are_read_out_of_the_question():
-    """A question without options has four empty ones."""
+    """Options are read in order; a question without any has four empty ones."""
     assert read_choices(QUESTION_WITH_OPTIONS) == [
         "a park, with trees",
         "a dam",
@@ -100,7 +100,10 @@ def test_options_are_read_out_of_the_question():
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
-    """The official rule looks at the first letters of a response alone."""
+    """The official rule looks at the first letters of a response, and the letter rule at its box.
+
+    The right answer is B.
+    """
     rows = [
         prediction("1", r"A park? Based on the water it is a dam: \boxed{B}"),
         prediction("2", r"By the water: \boxed{A}"),
@@ -113,7 +116,10 @@ def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tm
 
 
 def test_gain_and_leakage_by_hand(tmp_path, capsys):
-    """The runs are with images, without images, and of the language model."""
+    """The gain by seeing (MG) and the leakage (ML) are differences between three runs.
+
+    The runs are with images, without images, and of the language model alone.
+    """
 
     def write_run(name: str, right_digits: str) -> Path:
         """Write predictions with a right answer for each `1`."""
@@ -143,7 +149,10 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
-    """Gain and leakage are differences over the same problems."""
+    """A run without images of other problems is refused, and so is `--text-only` alone.
+
+    Gain and leakage are differences over the same problems.
+    """
     other_run = write_jsonl_rows(tmp_path / "b.jsonl", [prediction("2", "B")])
     arguments = score_arguments(tmp_path, [prediction("1", "B")])
     assert main(BENCHMARK, [*arguments, "--without-image", str(other_run)]) == 2
@@ -195,7 +204,7 @@ def run_command(tmp_path: Path, model: Path, *options: str) -> list[str]:
 
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
-    """Pixel limits are refused too, since the model sees no images."""
+    """A language model answers with `--no-image`; with images or pixel limits it is refused."""
     assert main(BENCHMARK, run_command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     cases = [

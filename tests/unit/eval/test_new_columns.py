@@ -53,7 +53,10 @@ def test_letters_of_logicvista_are_compared_in_any_form_and_order(stored_value):
 
 
 def test_the_prompt_of_dynamath_breaks_its_lines_as_the_official_one_does():
-    """Three of its breaks end no sentence, and a space stands before each."""
+    """The prompt of DynaMath has the line breaks of the official one, also within sentences.
+
+    Three of its breaks end no sentence, and a space stands before each.
+    """
     lines = dynamath.prompt({"question": "How long? ", "answer_type": "float"}).split("\n")
     assert lines[:2] == [
         "## Question",
@@ -90,7 +93,10 @@ def test_the_short_answer_of_dynamath(response, reference, answer_type, is_right
 
 
 def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path, capsys):
-    """Two problems have ten variants each, and one variant of the second problem is wrong."""
+    """A problem is right in the worst case if all of its variants are.
+
+    Two problems have ten variants each, and one variant of the second problem is wrong.
+    """
     fields = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
     rows = []
     for problem in range(2):

@@ -93,7 +93,10 @@ def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: st
 
 
 def test_an_answer_in_the_form_of_a_list_or_an_object_stays_a_text(tmp_path: Path) -> None:
-    """MathVista has such answers, and a response may be JSON or `nan`."""
+    """A list, JSON or `nan` in the column of answers or responses is read as a text.
+
+    MathVista has references that are lists.
+    """
     table_file = tmp_path / "Model_MathVista_MINI.tsv"
     first, second, third = TABLE_ROWS
     rows = [

@@ -74,7 +74,7 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
         assert head.split() == list(SUITE_BENCHMARKS)
         assert row.startswith(str(suite_data / name))
-        assert "its strict score" in note
+        assert "its strict score" in note  # which figure of We-Math the table has
         n_columns = len(SUITE_BENCHMARKS)
         assert row.count("[") == n_columns, "each figure has its interval"
     assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model"
@@ -88,11 +88,15 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
     assert first.startswith(str(suite_data / "first"))
     assert second.startswith(str(suite_data / "second"))
     assert difference.split("  ")[0] == "difference of accuracy"
+    # The first model is wrong and the second right everywhere: 0 against 100 %.
     assert "+100.0 [+7.0, +100.0]" in difference, "few problems say little, whatever their samples"
 
 
 def test_what_is_missing_is_said_before_anything_is_asked(suite_data, capsys):
-    """A benchmark without data, a run to compare with that is not there, an option that is none."""
+    """A suite is refused before it asks anything, where data or the run of `--beside` are missing.
+
+    An unknown option is refused too.
+    """
     arguments = [
         "all",
         "--model",

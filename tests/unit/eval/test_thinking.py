@@ -62,7 +62,10 @@ def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> ScoredBenc
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
 def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
-    """The pid says what each response is: "cut" ends within its block, "plain" has none."""
+    """A draft in the block is no answer by any rules; what stands behind the block is.
+
+    The pid says what each response is: "cut" ends within its block, "plain" has none.
+    """
     rows = [
         choice_prediction("right", "<think>The answer is B. Wait.</think>\n\n**A**"),
         choice_prediction("exact", "<think>The answer is B.</think>\n\n30"),
@@ -109,7 +112,10 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
 
 
 def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_server: Any) -> None:
-    """The judge thinks too, and a response without an answer is not sent to it."""
+    """A judge gets what stands behind the thinking, and its own thinking is set aside.
+
+    A response without an answer is not sent to it.
+    """
     server = start_server(
         lambda body, call: completion_reply("<think><answer>12</answer></think><answer>15</answer>")
     )
@@ -128,7 +134,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_ser
 
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
-    """The right answer, in whatever form the benchmark reads, counts behind the block alone."""
+    """The right answer is right behind the block of thinking, and wrong inside, closed or not."""
     make_row_by_benchmark: dict[str, Any] = {
         "geometry3k": lambda: {"answer": "15"},
         "mathvista": lambda: free_form_prediction("1", ""),
@@ -157,6 +163,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     options = benchmark.score_options()
 
     def count_correct(response: str) -> int:
+        """Score one row with this response: 1 if it is right, else 0."""
         row = {
             **fields,
             "answer": answer,
@@ -174,7 +181,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
 
 
 def test_pass_rates_of_a_filter_count_no_drafts() -> None:
-    """Two responses to one problem, of which one has its box in the thinking alone."""
+    """A box in the thinking alone counts as wrong, so one of two responses is right."""
     row = {"pid": "1", "answer": "15", "choices": None}
     draft_row = {**row, "response": r"<think>\boxed{15}</think> Hm."}
     answer_row = {**row, "response": r"<think>Hm.</think>\boxed{15}"}
@@ -186,7 +193,10 @@ def test_pass_rates_of_a_filter_count_no_drafts() -> None:
 def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
     prompt: str, opened: bool
 ) -> None:
-    """A character is a token of this chat processor, and every answer is "5"."""
+    """A reply has `thinking_opened` if its prompt ends in `<think>`.
+
+    A character is a token of this chat processor, and every answer is "5".
+    """
     chat: Any = SimpleNamespace(
         context=100,
         prompt_ids=lambda messages, images: [ord(character) for character in prompt],

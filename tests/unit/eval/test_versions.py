@@ -115,7 +115,7 @@ def test_versions_that_are_right_together_are_worth_one_answer(name, tmp_path) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_are_compared_over_the_problems_and_not_their_versions(name, tmp_path, capsys) -> None:
-    """Versions are no independent pairs, so that McNemar's test does not apply."""
+    """A comparison counts problems, and has no McNemar test, for which versions are no pairs."""
     benchmark, make_rows, n_versions = CASES[name]
     rows = make_rows()
     score_in(tmp_path, benchmark, rows, "before")
@@ -137,7 +137,7 @@ def test_runs_are_compared_over_the_problems_and_not_their_versions(name, tmp_pa
 
 
 def test_a_score_of_an_older_version_is_told_of(tmp_path, capsys) -> None:
-    """Its answers do not say which are versions of one problem."""
+    """A comparison warns of a score whose answers do not say which are versions of one problem."""
     score = score_in(tmp_path, MATHVERSE, mathverse_rows(), "new")
     for item in score["items"]:
         item.pop("problem", None)

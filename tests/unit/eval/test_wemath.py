@@ -82,7 +82,11 @@ def test_every_pattern_of_steps_has_its_place():
 
 
 def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
-    """Ten problems: five of two steps, and five of three; the last digit is for the whole."""
+    """Ten problems have the diagnoses and the scores that are computed by hand.
+
+    Five are of two steps, and five of three. Each is a pattern with a digit for each step and a
+    last one for the whole; 1 is right.
+    """
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = []
     for index, pattern in enumerate(patterns):
@@ -113,7 +117,7 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
 
 
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
-    """Wilson's interval for none of two problems goes up to 65.8 %."""
+    """A score of 0 % for two problems has Wilson's interval, which goes up to 65.8 %."""
     score_as_command(
         tmp_path, composite_problem("p0", "000", 0) + composite_problem("p1", "0000", 10)
     )
@@ -121,7 +125,7 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
 
 
 def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
-    """Four equal answers to each of three problems say no more than one."""
+    """Four equal answers to each of three problems have the interval of one answer each."""
     rows = (
         composite_problem("p0", "111", 0)
         + composite_problem("p1", "000", 10)
@@ -137,7 +141,10 @@ def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
 
 
 def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
-    """RM counts the samples whose whole is right, which need not be all samples of a problem."""
+    """An interval of rote memorization (RM) ends at 100 % where its only sample counts as such.
+
+    RM is a share of the samples whose whole is right, here one of five samples of a problem.
+    """
     rows = []
     for sample, pattern in enumerate(("001", "110", "000", "110", "000")):
         rows += [{**row, "sample": sample} for row in composite_problem("p0", pattern, 0)]
@@ -148,7 +155,10 @@ def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
 
 
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
-    """The second problem has three of its four rows, as where a run was limited."""
+    """A problem without an answer to a step is left out of the diagnosis, and a warning says so.
+
+    The second problem has three of its four rows, as where a run was limited.
+    """
     rows = composite_problem("p0", "111", 0) + composite_problem("p1", "0000", 10)[:3]
     result = score_as_command(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1
@@ -163,7 +173,7 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_p
 
 
 def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
-    """The right answer of each response is B, by We-Math's rules and by ours."""
+    """Both rules read We-Math's own form of an answer, and only ours reads a box; B is right."""
     cases = {  # response: right by the official rules, and by ours
         "<Thought process>: <<A is 3 < 5>> <Answer>: <<B>>": (True, True),
         "<Answer>: <B. ②>": (True, True),
@@ -190,7 +200,7 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
 
 
 def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
-    """The hub has Parquet, and the repository JSON with pictures beside it."""
+    """We-Math asks the same from Parquet, as on the hub, and from the repository's JSON."""
     rows = wemath_rows(7)
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)

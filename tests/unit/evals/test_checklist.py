@@ -76,7 +76,10 @@ def test_the_same_problem_is_asked_the_same_questions(figure_json: str) -> None:
 
 
 def test_a_question_stands_in_the_words_of_the_prompt(figure_json: str) -> None:
-    """The question of the problem is replaced, and the words around it stay."""
+    """A question on the figure takes the place of the problem's own, and the words around it stay.
+
+    A problem without a figure, here `geo/2`, gets no questions.
+    """
     questions = build_checklist([build_problem(figure=figure_json), build_problem(pid="geo/2")])
     assert [question.pid for question in questions] == [
         f"geo/1#{n}" for n in range(1, len(questions) + 1)

@@ -51,7 +51,7 @@ def asked_contents(problems: list[Problem]) -> list[tuple[Any, ...]]:
 
 
 def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, monkeypatch):
-    """A user may have the data in any of its published forms, and is asked the same."""
+    """MathVista gives the same problems from Parquet, a folder of JSON, its file, and the hub."""
     rows = mathvista_rows()
     parquet = write_mathvista(tmp_path / "p", rows)
     folder = write_mathvista(tmp_path / "j", rows, "json")
@@ -104,7 +104,7 @@ def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
 
 
 def test_mmstar_with_and_without_its_images(tmp_path):
-    """Without images the same questions are asked, of the same data by its hash."""
+    """MMStar is asked the same questions without its images, and its data have the same hash."""
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
     with_images = mmstar.load(mmstar_options(folder, no_image=False))
@@ -160,7 +160,11 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
 
 
 def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path):
-    """A multiple choice without choices, a number without its precision, a letter that is none."""
+    """A row that could not be scored is refused when the data are loaded, each with a line.
+
+    The rows are a multiple choice without choices, a number without its precision, and a letter
+    that is none.
+    """
     rows = mathvista_rows(4)
     rows[0]["choices"] = None
     rows[2]["precision"] = None
@@ -179,7 +183,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
 
 
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
-    """The first picture is no picture, and the second is missing."""
+    """A picture that is broken or missing raises when it is decoded, and not before."""
     rows = mathvista_rows(2)
     write_mathvista(tmp_path, rows, "json")
     (tmp_path / "images" / "1.jpg").write_bytes(b"no picture")
@@ -192,7 +196,11 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
 
 
 def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
-    """A data set from elsewhere must not show a model any file of this machine."""
+    """A picture's path that leads out of the data's folder is refused, for each row in a line.
+
+    A data set from elsewhere must not show a model any file of this machine. The rows 1, 2 and 4
+    have a path with `..`, an absolute one, and a link.
+    """
     data = tmp_path / "data"
     write_mathvista(data, mathvista_rows(4), "json")
     file = data / "testmini.json"
@@ -214,14 +222,17 @@ def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
 
 
 def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path):
-    """The second picture is turned by its EXIF tag; the third has two frames."""
+    """A transparent picture is shown on white, a turned one upright, and of frames the first.
+
+    Each picture has the size that `sizes` gives without decoding it.
+    """
     rows = mathvista_rows(3)
     folder = write_mathvista(tmp_path, rows, "json")
     images_folder = tmp_path / "images"
     transparent_image = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
     transparent_image.save(images_folder / "1.jpg", "PNG")
     rotated_exif = Image.Exif()
-    rotated_exif[ExifTags.Base.Orientation] = 6
+    rotated_exif[ExifTags.Base.Orientation] = 6  # turned by 90 degrees
     black = Image.new("RGB", (40, 20))
     black.save(images_folder / "2.jpg", exif=rotated_exif)
     red = Image.new("RGB", (40, 20), "red")
@@ -238,7 +249,7 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
 
 
 def test_of_several_frames_an_evaluation_shows_the_one_that_a_training_shows(tmp_path):
-    """The picture is an animation of a red and a blue frame."""
+    """An animation of a red and a blue frame is a red picture in evaluation and training."""
     (row,) = generate(1, split="test", seed=1)
     red = Image.new("RGB", (40, 20), "red")
     blue = Image.new("RGB", (40, 20), "blue")
@@ -282,7 +293,11 @@ def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
 
 @pytest.mark.parametrize("ending", ["", "-725687bf7a18d64b"])
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
-    """A download that broke off would be a smaller benchmark; all files together are one split."""
+    """A split of which a file is missing is refused; all its files together are one split.
+
+    A download that broke off would be a smaller benchmark. `ending` is a hash, as some files of the
+    hub have it.
+    """
     folder = write_mathvista(tmp_path, mathvista_rows())
     (table,) = folder.rglob("*.parquet")
     first = table.rename(table.parent / f"testmini-00000-of-00002{ending}.parquet")
@@ -295,7 +310,11 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
 
 
 def test_wrong_data_is_said_in_a_line(case_folder, monkeypatch):
-    """Each case: what is named as the data, in a folder with these files, and the error."""
+    """Data that are missing, empty or broken are refused in one line.
+
+    Each case: what is named as the data, in a folder with the files of `file_contents`, and the
+    error.
+    """
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
         ("folder/nothing", "'folder/nothing' is neither"),

@@ -26,7 +26,10 @@ PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     start_server, models, sampling
 ) -> None:
-    """`start_server` starts a server in this process, which answers every call with `5`."""
+    """A server that samples by the model's own config is sent plain sampling fields, others none.
+
+    Such are vLLM and SGLang, where the server's list says that one of them serves the model.
+    """
     server = start_server(lambda body, call: completion_reply("5"))
     server.models = models
     settings = AnswerEngineSettings(
@@ -63,7 +66,10 @@ def engine_at(server, model: str = "qwen") -> EndpointEngine:
 def test_a_server_whose_defaults_are_not_known_is_told_of_once(
     start_server, capsys, models, known_as, note
 ) -> None:
-    """The line has the remedy, and the fingerprint has the program by which a run is resumed."""
+    """A note is printed once where it is not known what serves the model, with the remedy.
+
+    `known_as` is the program in the engine's settings, by which a run is resumed.
+    """
     server = start_server(lambda body, call: completion_reply("5"))
     server.models = models
     engine = engine_at(server)
@@ -83,8 +89,11 @@ def test_a_server_whose_defaults_are_not_known_is_told_of_once(
 
 
 def test_a_server_that_was_too_busy_to_tell_its_program_is_no_other_server(capsys) -> None:
-    """Nothing stands in the fingerprint, so that the run may go on when the server replies again."""
-    closed_port_url = "http://127.0.0.1:9/v1"
+    """A server that does not tell its program is left out of the settings by which runs resume.
+
+    So the run may go on when the server replies again.
+    """
+    closed_port_url = "http://127.0.0.1:9/v1"  # nobody listens there
     endpoint = Endpoint(closed_port_url, "qwen", attempts=1)
     engine = EndpointEngine(
         AnswerEngineSettings(model="qwen", engine="openai", max_tokens=8, endpoint=endpoint)

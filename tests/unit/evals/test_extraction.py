@@ -27,7 +27,10 @@ FRUIT_CHOICES = ["apple", "pear", "plum tree", "fig"]
 
 
 def test_an_answer_is_found_in_a_response() -> None:
-    """The rows of `cases/extraction.jsonl`; to add a case, add a line."""
+    """Each row of `cases/extraction.jsonl` has a response and the answer `found` in it.
+
+    To add a case, add a line.
+    """
     failing = []
     for line in (
         (Path(__file__).parent / "cases" / "extraction.jsonl")
@@ -47,7 +50,10 @@ def test_an_answer_is_found_in_a_response() -> None:
 
 
 def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
-    """Each response repeats a piece that a pattern might try again and again."""
+    """A response that repeats a piece is read in less than 5 seconds.
+
+    A pattern might try each repeated piece again and again.
+    """
     cases = [
         "(" * 200_000,
         "the answer is " * 20_000,
@@ -158,7 +164,10 @@ def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, star
 def test_a_second_score_asks_nothing(
     tmp_path: Path, start_server: Callable[[ReplyFunction], EndpointServer]
 ) -> None:
-    """What a judge has answered is kept in a file beside the score."""
+    """A second score takes the judge's answers from the first one, and asks only for new responses.
+
+    They are kept in a file beside the score.
+    """
     server = start_server(judge_reply)
     first = score_with_judge(tmp_path, server.url)
     second = score_with_judge(tmp_path, server.url)
@@ -176,7 +185,10 @@ def test_a_second_score_asks_nothing(
 
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
-    """A judge that knows the right answer might read it into a response."""
+    """The messages to a judge do not have the reference answer.
+
+    A judge that knows the right answer might read it into a response.
+    """
     question = build_question(prediction("1", "I count five.", answer="gold-value"))
     messages = build_extraction_messages(question)
     assert "gold-value" not in json.dumps(messages)
@@ -185,7 +197,10 @@ def test_the_gold_is_not_told(tmp_path: Path) -> None:
 def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     case_folder, start_server, capsys
 ):
-    """Whatever goes wrong with the judge's server, the answer counts as one that was not extracted."""
+    """Whatever goes wrong at the judge's server, the row counts as failed, and is asked again.
+
+    Neither the score nor the cache has an answer for it.
+    """
     # (how the server answers, how often it is called for one response)
     cases = [
         (lambda body, call: None, 2),
@@ -229,7 +244,11 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
 def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
     tmp_path, start_server, capsys
 ):
-    """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
+    """A key that the server refuses after three answers ends the score; the earlier score stays.
+
+    Otherwise 17 of 20 rows would count as failed. The same command with a server that answers asks
+    for the 17 alone.
+    """
     server = start_server(
         lambda body, call: judge_reply(body, call) if call <= 3 else (401, b"ended")
     )
@@ -243,6 +262,7 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
         f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
         f"(HTTP 401: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
     )
+    # The judge is asked in up to 8 calls at once.
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
     assert score_file.read_bytes() == earlier_score
     well_server = start_server(judge_reply)
@@ -255,7 +275,10 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
 def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_not(
     tmp_path, start_server, capsys
 ):
-    """A wrong address or name of the model would have made each row a failed one."""
+    """A judge that never answers ends the score; one that is gone after three answers does not.
+
+    With a wrong address, or a wrong name of the model, each row would count as failed.
+    """
     rows = [prediction(str(number), "I count five.") for number in range(20)]
     waits = ["--judge-attempts", "2", "--judge-wait", "0.001"]
     unknown = start_server(lambda body, call: (404, b"no model j"))
@@ -285,7 +308,7 @@ def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_no
 
 
 def test_a_report_of_no_answer_is_none(tmp_path, start_server):
-    """The judge says NONE where a response has no answer, which is no failure."""
+    """A judge says NONE where a response has no answer: that is a wrong answer, and no failure."""
     server = start_server(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0
@@ -296,7 +319,7 @@ def test_a_report_of_no_answer_is_none(tmp_path, start_server):
 def test_a_judge_that_is_not_named_is_the_users_mistake(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The judge's extraction needs an address over HTTP and a model."""
+    """A score by a judge without an HTTP address or a model is refused, and the option named."""
     for words, message in [
         ([], "--judge-url is missing"),
         (["--judge-url", "http://localhost:1"], "--judge-model is missing"),

@@ -13,9 +13,10 @@ from adora_vl.utils.openai_client import Reply
 
 
 def test_an_answer_ends_at_the_end_token_of_the_tokenizer_as_in_a_training(tmp_path: Path) -> None:
-    """Models that were fine-tuned for chats often keep the generation config of their base model.
+    """An answer is the same where the model's generation config has another end token.
 
-    Here that config ends an answer at the padding token.
+    Models that were fine-tuned for chats often keep the config of their base model. Here it ends
+    an answer at the padding token.
     """
     folder = tmp_path / "model"
     shutil.copytree(PRETRAINED_FOLDER, folder)

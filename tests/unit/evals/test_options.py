@@ -36,7 +36,10 @@ def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
 
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
-    """An evaluation on the way builds its options without a command line."""
+    """A command without options has the defaults of an evaluation during a training.
+
+    The latter builds its options without a command line.
+    """
     benchmark = find_benchmark(name)
     command = parse_command(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
     assert isinstance(command.ask_options, AskOptions)

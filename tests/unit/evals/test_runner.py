@@ -116,7 +116,10 @@ def answered_pids(output: Path) -> list[str]:
 
 
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
-    """What libraries print while the engine is built goes into a log and not onto the screen."""
+    """A row has the problem's fields and its answer, and the engine's output goes into a log.
+
+    `RecordingEngine.build` prints a line with "library", as libraries do.
+    """
     engine = RecordingEngine()
     assert infer_with(tmp_path, engine).pending == 5
     assert "library" not in capfd.readouterr().out
@@ -136,7 +139,7 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd
 
 
 def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path):
-    """The first batch of two of the five problems was written before the kill."""
+    """A run that is killed after the first batch of two goes on with the other three problems."""
     with pytest.raises(RuntimeError, match="killed"):
         infer_with(tmp_path, RecordingEngine(dies_after=2))
     assert answered_pids(tmp_path) == ["p/0", "p/1"]
@@ -147,7 +150,10 @@ def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path
 
 
 def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
-    """Building an engine loads a model, which takes minutes."""
+    """A run without missing answers builds no engine, and leaves the file as it is.
+
+    To build an engine is to load a model, which takes minutes.
+    """
     infer_with(tmp_path, RecordingEngine())
     predictions_before = (tmp_path / "predictions.jsonl").read_bytes()
     engine = RecordingEngine()
@@ -159,7 +165,10 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
 
 
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
-    """The file is then in the order of a run that had all samples from the start."""
+    """A finished run asks only for the samples that are new, and refuses fewer samples.
+
+    The file is then in the order of a run that had all samples from the start.
+    """
 
     def ask_for(output: Path, samples: int) -> InferenceSummary:
         """Ask for so many samples of each of the five problems."""
@@ -189,7 +198,10 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
 
 
 def test_a_torn_last_line_is_asked_again(case_folder):
-    """A kill may cut the last line off, within it or just before its newline."""
+    """A last line without its newline is dropped, and its problem is asked again.
+
+    A kill may cut the line off, within it or just before its newline.
+    """
     torn_lines = [
         '{"pid": "p/4", "answer": "5", "resp',
         '{"pid": "p/4", "answer": "5", "response": "x"}',
@@ -220,7 +232,10 @@ def test_another_setting_is_refused_and_named(case_folder):
 
 
 def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path):
-    """A resumed run refuses another dtype or server program, and takes another address."""
+    """A resumed run refuses another program of the server, and takes another address.
+
+    It takes any program if the fingerprint, of an older version, has none.
+    """
 
     def engine_with(**resolved: str) -> RecordingEngine:
         engine = RecordingEngine()
@@ -240,11 +255,15 @@ def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path
     # A fingerprint of an older version does not have the program.
     fingerprint["resolved"] = {"base_url": "http://a:1/v1"}
     (tmp_path / "fingerprint.json").write_text(json.dumps(fingerprint))
+    # A sixth problem, so that there is something to ask.
     infer_with(tmp_path, engine_with(server="unknown"), [*FIVE_PROBLEMS, build_problem(5)])
 
 
 def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
-    """Other settings are refused where answers by the first ones are there already."""
+    """A folder without answers takes other settings, although it has a fingerprint.
+
+    Other settings are refused only where there are answers by the first ones.
+    """
     with pytest.raises(RuntimeError, match="killed"):
         infer_with(tmp_path, RecordingEngine(dies_after=0), fingerprint={"max_pixels": 500})
     infer_with(tmp_path, RecordingEngine(), fingerprint={"max_pixels": 784})
@@ -252,7 +271,7 @@ def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_pa
 
 
 def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
-    """Fewer problems, a second process at once, and a missing fingerprint are refused."""
+    """A run with fewer problems, beside another one, or without a fingerprint is refused."""
     predictions = tmp_path / "predictions.jsonl"
     infer_with(tmp_path, RecordingEngine())
     fingerprint = (tmp_path / "fingerprint.json").read_bytes()
@@ -270,7 +289,10 @@ def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
 
 
 def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
-    """The second of three problems has a picture that cannot be decoded."""
+    """A problem whose picture cannot be decoded gets a row that says so, and is not asked.
+
+    It is the second of three.
+    """
     rows = list(generate(3, split="test", seed=1))
     rows[1]["images"] = [{"bytes": b"no picture", "path": None}]
     write_split(rows, tmp_path / "data", "test")
@@ -292,7 +314,10 @@ def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
 
 
 def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):
-    """Their hashes in the fingerprint differ, also for one changed byte among nine megabytes."""
+    """The hashes of a model and of data change with a byte of the weights, or with a row.
+
+    They stand in the fingerprint. A README of the model does not change its hash.
+    """
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(9 * 1024 * 1024)
     (tmp_path / "model.safetensors").write_bytes(weights)
@@ -329,7 +354,7 @@ class EchoEngine:
 
 
 class ThreadRanks(ProcessGroup):
-    """Ranks that are threads of one process; their store is a barrier of threads."""
+    """Ranks that are threads of one process; their `store` is a `threading.Barrier`."""
 
     def barrier(self, where: str) -> None:
         self.store.wait(30)
@@ -354,7 +379,7 @@ def infer_as_rank(
 
 
 def infer_with_ranks(output: Path, world_size: int) -> tuple[InferenceSummary, list[EchoEngine]]:
-    """Ask all problems with `world` ranks; returns the summary of rank 0 and all engines."""
+    """Ask all problems with `world_size` ranks; returns the summary of rank 0 and all engines."""
     barrier = threading.Barrier(world_size)
     engines = [EchoEngine() for _ in range(world_size)]
     summary_by_rank: dict[int, InferenceSummary] = {}
@@ -388,7 +413,7 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case_f
 
 
 def test_more_processes_go_on_where_one_was_stopped(tmp_path):
-    """One process answered three of seven problems, and two processes answer the rest."""
+    """Two processes go on where one has answered three of seven problems, with the same file."""
     infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
     infer_as_rank(tmp_path / "parts", EchoEngine(), SINGLE_PROCESS, count=3)
     summary, engines = infer_with_ranks(tmp_path / "parts", 2)
@@ -400,13 +425,16 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
 
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
-    """The files of two killed ranks have four new rows, one old row, and a torn line."""
+    """A run takes the rows of killed ranks out of their files, and asks for the rest.
+
+    The two files have four new rows, one that the folder has already, and a torn line.
+    """
     infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
     infer_as_rank(output, EchoEngine(), SINGLE_PROCESS, count=1)
     old_row = rows[0]
-    rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}
+    rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}  # any four answers to other problems
     for rank, rows_of_rank in rows_by_rank.items():
         with PredictionLog(rank_file_path(output, rank)) as log:
             log.append(rows_of_rank)
@@ -422,7 +450,10 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
 
 
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
-    """A rank without a GPU of its own, as the second on a machine with one, keeps what it sees."""
+    """Each local rank sees the GPU of its number; one without a GPU of its own keeps what it sees.
+
+    The latter is as the second rank on a machine with one GPU.
+    """
     # CUDA_VISIBLE_DEVICES before, the local rank, CUDA_VISIBLE_DEVICES after
     cases = [
         ("4,5", 1, "5"),
@@ -478,7 +509,10 @@ def kill_after_rows(output: Path, rows: int, extra_s: float) -> bool:
 
 @pytest.mark.slow
 def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
-    """A run is killed three times at random moments, and then finished."""
+    """A run that is killed three times at random moments ends with the file of one without kills.
+
+    After each kill its whole lines are the first ones of that file.
+    """
     killed_infer.main(tmp_path / "whole", 0.0)
     uninterrupted = (tmp_path / "whole" / "predictions.jsonl").read_bytes()
     generator = random.Random()  # other moments each time

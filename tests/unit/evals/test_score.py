@@ -72,7 +72,10 @@ def right_and_total(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
-    """It names the sources and splits of its rows, by which published figures are shown or not."""
+    """A score names the sources and the splits of its rows.
+
+    By them published figures are shown beside it or not.
+    """
     metadata = {"source": "geometry3k", "split": "test"}
     published_row = prediction("1", r"\boxed{5}", metadata=metadata)
     user_row = prediction("2", "5", metadata={"source": "mine"})
@@ -87,8 +90,8 @@ def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
 
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
-    """The interval of 95 % for a share, against a published table; it is exact at the ends."""
-    cases = [
+    """The interval of 95 % for a share is that of a published table, and is exact at the ends."""
+    cases = [  # right answers, all answers, the lower and the upper end
         # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity
         # correction).
         (81, 263, 0.2553, 0.3662),
@@ -112,14 +115,14 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     # McNemar's test is the exact binomial one.
     assert mcnemar_p(5, 5) == mcnemar_p(0, 0) == 1.0
     assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
-    # 2 x (1 + 9) of the 2^9 ways in which nine answers may fall
+    # 2 x (1 + 9) of the 2^9 ways in which nine answers may fall: none or one on one side
     assert mcnemar_p(1, 8) == mcnemar_p(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
-    assert sign_flips([0.1, 0.2, -0.3]) == 1.0
+    assert sign_flips([0.1, 0.2, -0.3]) == 1.0  # their sum is 0, and none is nearer to 0
     assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
     assert 0 < mcnemar_p(2000, 2400) < 1e-8
-    # pass@k is the unbiased estimate, from the right answers, all answers and k.
+    # pass@k is the unbiased estimate; the arguments are all right answers, all answers and k.
     assert pass_at_k(1, 4, 1) == pytest.approx(0.25)
     assert pass_at_k(2, 4, 1) == pytest.approx(0.5)
     assert pass_at_k(4, 4, 1) == 1.0
@@ -135,7 +138,10 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
-    """Three problems have four answers each."""
+    """`avg@k` and `pass@k` are means over the problems, with intervals over the problems.
+
+    Problem `a` has two right answers of four, `b` none and `c` four.
+    """
     digits_by_pid = {"a": "1100", "b": "0000", "c": "1111"}  # 1 is a right answer
     graded = []
     for pid, digits in digits_by_pid.items():
@@ -165,7 +171,11 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
 
 
 def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case_folder: CaseFolder) -> None:
-    """The fingerprint beside the predictions has the prompts, which may ask for `<answer>`."""
+    """An answer in `<answer>` tags is right only if a prompt in the fingerprint asks for them.
+
+    The fingerprint stands beside the predictions. One of two right answers is in tags, the other
+    one in a box.
+    """
     for prompt_key in ["system_prompt", "prompt"]:
         with case_folder(prompt_key) as folder:
             tagged_row = prediction("1", "<answer>5</answer>")
@@ -188,7 +198,10 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case_folder: 
 
 
 def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
-    """Two of six answers are right; groups are those that a row grade names (`goal`, `family`)."""
+    """Two of six answers are right; each counts in the groups that its grade names.
+
+    A grade has a verdict, the answer, a reason and groups, here by `goal` and `family`.
+    """
     angle = {"goal": ["Angle"]}
     length = {"goal": ["Length"]}
     circle_angle = {"goal": ["Angle"], "family": ["circle"]}
@@ -238,7 +251,10 @@ def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
 
 
 def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:
-    """One right number, one right letter that was cut off, one rounded value, one failed image."""
+    """A score counts verdicts, groups, lengths, cut-off answers and failed images of a file.
+
+    Its rows: a right number, a right letter that was cut off, a rounded value, a failed image.
+    """
     rows = [
         prediction("1", r"so \boxed{5}", metadata={"goal": "Angle", "family": "circle"}),
         prediction(
@@ -275,11 +291,12 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score["fingerprint"] is None
     assert score["image_failed"] == 1
     assert score["tokens"]["correct"] == {"mean": 20.0, "median": 20.0, "p90": 30, "max": 30}
-    # The problem that was never asked has no length.
+    # The rounded value has 10 tokens; the problem that was never asked has no length.
     assert score["tokens"]["wrong"]["mean"] == 10.0
     assert score["truncated"]["count"] == 1
     assert score["truncated"]["total"] == 3
 
+    # with `rounding` 8.7 is right for 5√3 = 8.66
     rounded_score = score_predictions_file(BENCHMARK, path, GraderOptions(rounding=True))
     assert rounded_score.score["correct"] == 3
 
@@ -288,6 +305,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert "1 problem not asked" in printed_table
     assert "1 answer cut off" in printed_table
     assert printed_table.startswith("geometry3k: ")
+    # The title is the first part of the ids, where they have several.
     photos_file = write_jsonl_rows(
         tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")]
     )
@@ -321,7 +339,10 @@ def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> N
 
 
 def test_a_wrong_row_is_named(case_folder: CaseFolder) -> None:
-    """Each case: the second row of a file, and what the error says of it."""
+    """A row with a missing, wrong or repeated field is named, with its number and the field.
+
+    Each case: the second row of a file, and what the error says of it.
+    """
     cases: list[Any] = [
         ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
         ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),
@@ -341,7 +362,10 @@ def test_a_wrong_row_is_named(case_folder: CaseFolder) -> None:
 
 
 def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
-    """MathVista's one object by id, a list, and rows with fields of other names and inside others."""
+    """Predictions are read from one object by id, as MathVista has them, and from a list.
+
+    Rows with fields of other names, or inside others, are read with `--columns`.
+    """
     rows = [prediction(str(number), f"{number}") for number in range(3)]
     row_by_pid = {}
     for row in rows:
@@ -378,7 +402,10 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
 def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
     tmp_path: Path,
 ) -> None:
-    """The columns `gold` and `answer` are read as answer and response, in either order."""
+    """Fields are renamed in any order, also to the name of another field; a wrong name is refused.
+
+    The columns `gold` and `answer` are read as answer and response.
+    """
     rows = [{"pid": "1", "answer": "said", "gold": "right"}]
     path = write_jsonl_rows(tmp_path / "other.jsonl", rows)
     for words in (["answer=gold", "response=answer"], ["response=answer", "answer=gold"]):
@@ -392,7 +419,7 @@ def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
 
 
 def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:
-    """The error names the row, and says what is wrong with it."""
+    """A file that is missing, empty or broken is a `UserError`, which names a broken row."""
     path = tmp_path / "p.jsonl"
     first_line = json.dumps(prediction("1", ""))
     with pytest.raises(UserError, match="no file"):
@@ -411,7 +438,7 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(
     tmp_path: Path,
 ) -> None:
-    """The id becomes a text, and the answer an empty one."""
+    """An id that is a number becomes a text, and a response that is null an empty one."""
     path = write_jsonl_rows(
         tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}]
     )
@@ -421,7 +448,10 @@ def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_an
 
 
 def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
-    """Python's `splitlines` would cut at each of these three characters."""
+    """A response with line separators of Unicode is read as one row.
+
+    Python's `splitlines` would cut at each of the three in `text`.
+    """
     text = "a\u2028b\x85c\x0bd"
     path = tmp_path / "p.jsonl"
     line = json.dumps(prediction("1", text), ensure_ascii=False)
@@ -446,7 +476,10 @@ class GuessingEngine:
 
 
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
-    """The view `blank` shows grey pictures, and its answers are not mixed with others."""
+    """A run with `--view blank` shows grey pictures, and its folder takes no other view.
+
+    A folder of the usual view does not take `blank` either.
+    """
 
     class ColorEngine(GuessingEngine):
         """Answers with 1 to a grey picture, and with `seen` to any other."""
@@ -490,7 +523,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     texts_by_view: dict[str, list[str]] = {}
 
     class RecordingEngine(GuessingEngine):
-        """Remembers the images and texts that it is shown, by view."""
+        """Remembers the images and texts that it is shown, by the `view` of the loop below."""
 
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             image_counts = image_counts_by_view.setdefault(view, [])
@@ -502,7 +535,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
 
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
-    (raw / "test" / "12" / "logic_form.json").unlink()
+    (raw / "test" / "12" / "logic_form.json").unlink()  # the facts of the problem 12
     prepared = str(tmp_path / "d")
     arguments = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
     assert data_prep(arguments) == 0
@@ -523,6 +556,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         "both": [1] * 5,
         "blank": [1] * 6,
     }
+    # in the words of the view, the facts of one of the six problems
     fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
     texts_with_fact = {
         view: [text for text in texts if fact in text] for view, texts in texts_by_view.items()
@@ -531,6 +565,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     assert len(texts_with_fact["text"]) == 1
     assert len(texts_with_fact["both"]) == 1
     assert len(texts_with_fact["blank"]) == 0
+    # A training asks the first three problems that have facts in every view.
     config: Any = Namespace(
         eval_strategy="steps",
         adora_eval=[f"geometry3k={prepared}:views"],
@@ -573,7 +608,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert logged_metrics["geometry3k_accuracy"] == score["accuracy"]
     assert logged_metrics["geometry3k_avg@2"] == score["samples"]["avg@2"]["value"]
     assert logged_metrics["geometry3k_truncated"] == score["truncated"]["share"]
-    assert logged_metrics["geometry3k_reflective"] == 1.0
+    assert logged_metrics["geometry3k_reflective"] == 1.0  # each response begins with "wait"
     for value in logged_metrics.values():
         assert isinstance(value, float | int)
     tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
@@ -581,6 +616,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     without_tags = metrics_in_training(GEOMETRY3K, tagged, answer_tags=False)
     assert with_tags["geometry3k_accuracy"] == 1.0
     assert without_tags["geometry3k_accuracy"] == 0.0
+    # Problems of drawn figures have a figure of the log for each family and kind.
     drawn_figures = []
     for row in rows:
         metadata = {**row["metadata"], "family": "crossing", "kind": "vertical"}
@@ -590,7 +626,10 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
-    """Each answer has a seed of its own, so it does not matter which process samples it."""
+    """Answers that two processes sample in turn give the figures of one process.
+
+    Each answer has a seed of its own, so it does not matter which process samples it.
+    """
     data = write_mathvista(tmp_path, mathvista_rows(7))
     options = HubDataOptions(data=str(data), split="testmini")
     problems = MATHVISTA.load(options).problems

@@ -15,7 +15,10 @@ from tests.support.paths import REPOSITORY
 
 
 def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None:
-    """A file of the user with such a name would be imported in place of the package, and run."""
+    """Benchmarks are found from a folder with an `eval.py` and a `data_prep.py`, which do not run.
+
+    Python would import such a file of the user in place of our package.
+    """
     for name in ("eval.py", "data_prep.py"):
         (tmp_path / name).write_text("raise SystemExit('a file of the user was run')\n")
     script = (
@@ -39,7 +42,10 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
 
 
 def test_no_file_of_the_package_imports_these_names() -> None:
-    """`lint-imports` does not see a name that `import_module` gets as a text."""
+    """No file of `adora_vl` imports `eval` or `data_prep`, by a statement or by a call.
+
+    `lint-imports` does not see a name that `import_module` gets as a text.
+    """
     for path in sorted((REPOSITORY / "adora_vl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []

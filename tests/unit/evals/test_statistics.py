@@ -27,7 +27,10 @@ def width(interval: tuple[float, float]) -> float:
 
 
 def test_answers_to_versions_of_a_problem_count_as_fewer() -> None:
-    """The number of independent answers that they are worth is computed by hand."""
+    """Answers to versions of a problem have the interval of fewer independent answers.
+
+    How many they are worth is computed by hand.
+    """
     # Of each problem's four versions all are right or none is: they are worth one answer.
     all_or_none = [number < 40 for number in range(100) for _ in range(4)]
     assert clustered_wilson_interval(all_or_none, ids(100, 4)) == pytest.approx(
@@ -49,7 +52,11 @@ def test_answers_to_versions_of_a_problem_count_as_fewer() -> None:
 
 
 def test_the_interval_of_versions_holds_the_truth_as_often_as_it_says() -> None:
-    """The versions of a drawn problem have one difficulty, which as independent they would not."""
+    """The interval of versions holds the true share in at least 92 % of 400 drawn data sets.
+
+    The five versions of a drawn problem have one difficulty. As independent answers they would get
+    a narrower interval, which holds the share in at most 82 %.
+    """
     generator = random.Random(5)
     problems = ids(40, 5)
     n_draws = 400
@@ -98,7 +105,7 @@ def test_equal_values_leave_something_uncertain() -> None:
 
 
 def test_versions_make_a_paired_interval_no_narrower() -> None:
-    """Versions that all change alike say as much as one of them."""
+    """A paired interval over versions that all change alike is as wide as over one of them."""
     generator = random.Random(1)
     one_version_each = [generator.choice([-1.0, 0.0, 0.5, 1.0]) for _ in range(50)]
     five_times = [difference for difference in one_version_each for _ in range(5)]

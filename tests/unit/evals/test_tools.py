@@ -53,9 +53,10 @@ def zoom_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_with_its_tool_the_start_reads_what_it_cannot_see(zoom_runs, capsys):
-    """The tiny model is right more often with its tool.
+    """The tiny model is right more often with its tool than without it.
 
-    The score has groups by whether it was called, and a comparison says that it helps.
+    A score with tools has groups by whether one was called (`called`), and a comparison says that
+    the tool helps. The model calls it on at least 14 of the 16 problems.
     """
     score_with = json.loads((zoom_runs / "with" / "score.json").read_text())
     score_without = json.loads((zoom_runs / "without" / "score.json").read_text())
@@ -112,6 +113,7 @@ def test_answers_with_other_tools_are_not_mixed(zoom_runs, capsys, options, opti
     ids=["a server", "unknown", "option", "no room", "a token"],
 )
 def test_what_does_not_work_is_one_line(zoom_runs, capsys, options, line):
+    """Options that cannot work are refused in one line, which names the option."""
     arguments = ["infer", "--model", "tiny_zoom", "--engine", "transformers"]
     arguments += ["--data", str(zoom_runs / "data"), "--output", str(zoom_runs / "none")]
     assert main(BENCHMARK, [*arguments, *options]) == 2
@@ -119,7 +121,10 @@ def test_what_does_not_work_is_one_line(zoom_runs, capsys, options, line):
 
 
 def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
-    """The file `own.py` has a tool `two`, and is looked for in the folder of the config."""
+    """A tool of a file beside the config is in the fingerprint and in the system prompt.
+
+    The file `own.py` has the tool `two`.
+    """
     # Later tests must not look for their files beside this config.
     monkeypatch.setattr("adora_vl.utils.own_files._config_folders", [])
     (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
@@ -179,7 +184,10 @@ class ScriptedEngine(LocalEngine):
     ],
 )
 def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls):
-    """Pictures and tokens follow the prompt, each turn has its own seed, the last one answers."""
+    """A conversation with a tool is sampled turn by turn, and its last turn is the answer.
+
+    Each turn goes on from the tokens and pictures before it, with a seed of its own.
+    """
     arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--max-tokens", str(max_tokens)]
     arguments += ["--tools", "line", "--max-tool-calling-iterations", "1"]

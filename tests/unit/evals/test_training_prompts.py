@@ -40,7 +40,10 @@ def run_folder(tmp_path: Path) -> Path:
 def test_an_exported_model_is_asked_with_the_prompts_of_its_training(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    """An export writes them into a file beside the weights."""
+    """An export has the prompts of the training in a file beside the weights.
+
+    `run_folder` was trained with the config `TRAINED_WITH`.
+    """
     exported = tmp_path / "served" / "mine"
 
     export(run_folder, exported)
@@ -54,7 +57,7 @@ def test_an_exported_model_is_asked_with_the_prompts_of_its_training(
 def test_what_is_exported_once_more_still_knows_its_prompts(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    """An export of an export has the prompts of the training."""
+    """An export of an export has the prompts of the training, those of `TRAINED_WITH`."""
     export(run_folder, tmp_path / "first")
 
     export(tmp_path / "first", tmp_path / "second")
@@ -89,7 +92,10 @@ def test_an_answer_ends_where_a_rollout_of_the_training_did(
 
 
 def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: Path) -> None:
-    """Transformers writes those beside the first into a folder of their own."""
+    """An export has every chat template of a run; one that was changed by hand is the user's file.
+
+    Transformers writes the templates beside the first into a folder of their own.
+    """
     processor = load_processor(str(PRETRAINED_FOLDER))
     processor.chat_template = {"default": processor.chat_template, "tool_use": "{{ tools }}"}
     with recording_saved_files(run_folder, saves_model=True):
@@ -108,7 +114,11 @@ def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: 
 def test_a_merged_model_that_is_copied_away_still_knows_its_prompts(
     run_folder: Path, tmp_path: Path
 ) -> None:
-    """The policy is a LoRA adapter, which is merged into its base model in the run's folder."""
+    """A merged model has the training's prompts in its own folder, so a copy has them too.
+
+    The policy is a LoRA adapter, which is merged into its base model in a folder of the run, that
+    of `TRAINED_WITH`.
+    """
     model = load_model(str(PRETRAINED_FOLDER), {"device_map": None})
     policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     processor = load_processor(str(PRETRAINED_FOLDER))

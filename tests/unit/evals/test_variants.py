@@ -39,9 +39,10 @@ def test_the_id_of_a_variant_has_its_original_and_its_number() -> None:
 def test_the_first_variants_of_the_problems_are_asked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`a~2` is the second variant of `a`.
+    """The problems are followed by the first variants of each, two at most, and by no others.
 
-    Variants are prepared data in the folder beside the data's, here `geo-variants`.
+    `a~2` is the second variant of `a`. Variants are prepared data in the folder beside the data's,
+    here `geo-variants`.
     """
     options = DataOptions(data=str(tmp_path / "geo"), split="test")
     with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
@@ -60,7 +61,10 @@ def test_the_first_variants_of_the_problems_are_asked_too(
 
 
 def test_originals_and_variants_are_compared_problem_by_problem() -> None:
-    """Two of the originals `a`, `b` and `c` are right, and three of their six variants."""
+    """The lines compare the originals that have variants with these; other problems do not count.
+
+    Two of the originals `a`, `b` and `c` are right, and three of their six variants.
+    """
     right_by_pid = {"a": 1, "b": 1, "c": 0, "alone": 0}
     right_by_pid |= {"a~1": 1, "a~2": 1, "b~1": 0, "b~2": 1, "c~1": 0, "c~2": 0}
     answers = [graded_answer(pid, is_right) for pid, is_right in right_by_pid.items()]

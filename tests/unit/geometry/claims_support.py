@@ -109,7 +109,7 @@ def _compare_with_marks(
     """Add the claims of one text to a reading; `name` is that of the text, for the faults."""
     claims_by_mark: list[list[CheckedClaim]] = [[] for _ in spans]
     for claim in claims:
-        if claim.verdict == "unread":
+        if claim.verdict == "unread":  # it counts as not read, so its mark may be missed
             continue
         mark_number = _mark_around_claim(claim, spans)
         if mark_number is None:
@@ -126,6 +126,7 @@ def _compare_with_marks(
         is_right = bool(right_claims) and (
             may_have_others or len(right_claims) == len(marked_claims)
         )
+        # Nothing was read inside a mark that is missed.
         outcome = "wrong" if marked_claims else "missed"
         if is_right:
             outcome = "right"

@@ -99,7 +99,7 @@ def test_a_number_in_a_response_is_what_python_computes() -> None:
 def test_a_power_has_the_derivative_of_its_values(
     base: float, exponent: float, value: float
 ) -> None:
-    """Value and slope, the slope against a central difference; at 0 it is finite."""
+    """A power has its value, the slope of a central difference, and a finite slope at 0."""
     power = Arithmetic(function="^", parts=(Constant(base), Constant(exponent)))
 
     def power_at(x: float) -> Differentiated:

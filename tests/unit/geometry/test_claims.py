@@ -92,7 +92,7 @@ def count_steps(claims: list[CheckedClaim]) -> int:
     "name", ["published_claims_2", "published_claims", "written_claims", "new_claims"]
 )
 def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
-    """98 % of the claims that are read are rightly read, and 95 % of the marks are found.
+    """At least 98 % of what is read has the verdict of its mark, and 95 % of the marks are read.
 
     `published_claims_2` and `new_claims` were marked before the grammar had ever read their texts.
     """
@@ -174,7 +174,11 @@ def test_a_text_earns_its_true_number_of_new_claims(facts: str, text: str, new_c
 
 
 def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
-    """No text has more new claims than its figure can move in: that bounds every way to farm."""
+    """A text has at most as many new claims as there are unknowns that the facts fix.
+
+    That bounds what any text can earn. This one has about 200 true equations between random
+    lengths of the figure.
+    """
     checked_figure = checked_figure_from(ISOSCELES_FACTS)
     names = checked_figure.system.points
     coordinates = checked_figure.figure.coordinates
@@ -203,7 +207,10 @@ FARMING_TEXTS = json.loads((FOLDER / "farming_texts.json").read_text(encoding="u
 
 @pytest.mark.parametrize("number", range(len(FARMING_TEXTS["texts"])))
 def test_texts_that_try_to_earn_steps_earn_no_more_than_they_say(number: int) -> None:
-    """The counts are by hand; what is hidden behind a box or in a drawing is not read at all."""
+    """A text that tries to earn rewards has no more new claims than were counted in it by hand.
+
+    What is hidden behind a box or in a drawing is not read at all.
+    """
     text = FARMING_TEXTS["texts"][number]
     work = check_claims(text["text"], figure_json(FARMING_TEXTS["figures"][text["figure"]]))
     assert work.new_count <= text["new"], [
@@ -233,7 +240,10 @@ find angle C
 
 
 def test_angles_at_a_straight_line_are_nothing_new_by_their_numbers_either() -> None:
-    """D lies on AC, so that the angles 1 and 2 are 180 degrees together by the facts."""
+    """Angles with names of numbers that sum to 180 degrees at a straight line are nothing new.
+
+    D lies on AC, so that the angles 1 and 2 sum to 180 degrees by the facts.
+    """
     assert (
         verdicts_of_text(STRAIGHT_LINE_FACTS, "∠1 + ∠2 = 180. Angles 1 and 2 are supplementary.")
         == ["nothing"] * 2
@@ -276,7 +286,10 @@ def test_an_error_counts_once_with_what_follows_from_it() -> None:
 
 
 def test_guesses_of_the_same_name_are_errors_each() -> None:
-    """Else one wrong guess would pay for all further ones."""
+    """Each wrong value of the same length is an error of its own.
+
+    Else one wrong guess would pay for all further ones.
+    """
     assert verdicts_of_text(PARALLEL_FACTS, "NZ = 20. NZ = 21. NZ = 22.") == ["false"] * 3
 
 
@@ -301,12 +314,18 @@ def test_errors_of_two_kinds_count_twice() -> None:
     ],
 )
 def test_a_large_number_or_a_small_factor_makes_no_claim_true(text: str, expected: str) -> None:
-    """Else any value could be hidden within the rounding of something larger."""
+    """A claim on AD = 5 is judged by AD, also beside a large number or behind a small factor.
+
+    Else any value could be hidden within the rounding of something larger.
+    """
     assert verdicts_of_text(ISOSCELES_FACTS, text) == [expected]
 
 
 def test_a_sine_behind_a_length_is_a_factor() -> None:
-    """Each part would be another claim by itself: `sin A = 12`, `BD = AB`."""
+    """The sine in `BD = AB sin A = 12` is a factor of AB, and behind a word it begins a claim.
+
+    Read otherwise, the parts would be other claims: `sin A = 12`, `BD = AB`.
+    """
     text = "BD = AB sin A = 12. In triangle ABC sin A = 12/13."
     claims = checked_figure_from(ISOSCELES_FACTS).claims(text)
     words = ["BD = AB sin A", "AB sin A = 12", "sin A = 12/13"]
@@ -315,7 +334,10 @@ def test_a_sine_behind_a_length_is_a_factor() -> None:
 
 
 def test_a_value_that_is_rounded_as_written_is_no_error() -> None:
-    """1.0833 is 1.1 with one digit, though no figure near by has just 1.1. It is nothing new."""
+    """AB/BD is 13/12 = 1.0833, so 1.1 is true with one digit, and 1.2 is false.
+
+    No figure near by has just 1.1. The claim is nothing new.
+    """
     assert verdicts_of_text(ISOSCELES_FACTS, "AB/BD = 1.1. AB/BD = 1.2.") == ["nothing", "false"]
 
 

@@ -75,7 +75,10 @@ def test_a_right_triangle_by_seldom_facts(facts: list[str], question: str, value
 
 
 def test_two_separate_triangles_are_similar_as_they_look() -> None:
-    """The polygons $1 and $2 are ABC and DEF; DF is AC times DE / AB, 8 · 6 / 4."""
+    """Two polygons without names, `$1` and `$2`, are the triangles of the drawing, and similar.
+
+    They are ABC and DEF, and DF is AC times DE / AB, 8 · 6 / 4.
+    """
     facts = [length_fact("AB", "4"), length_fact("DE", "6"), length_fact("AC", "8")]
     facts += [length_fact("BC", "7")]
     lines = ["AB", "BC", "AC", "DE", "EF", "DF"]
@@ -102,7 +105,7 @@ def test_the_second_leg_of_an_isosceles_triangle_is_as_long_as_the_first() -> No
 
 
 def test_the_orthocenter_lies_on_all_altitudes() -> None:
-    """Angle HBC is what angle C = 50 leaves to a right angle, 40."""
+    """BH is an altitude through the orthocenter H, so the angles HBC and C sum to 90 degrees."""
     points = {"A": 60 + 120j, "B": 0j, "C": 150 + 0j, "H": 60 + 45j}
     lines = ["AB", "BC", "AC", "AH", "BH", "CH"]
     facts = ["Equals(MeasureOf(Angle(A, B, C)), 65)", "Equals(MeasureOf(Angle(A, C, B)), 50)"]

@@ -33,7 +33,10 @@ def records() -> dict:
 
 
 def assert_stored_verdict(name: str, records: dict) -> None:
-    """Solve one problem, and compare status, basis and value with the stored verdict."""
+    """Solve one problem, and compare status, basis and value with the stored verdict.
+
+    With the basis `rounded` no figure fits the facts as they are, and the value is not compared.
+    """
     status, basis, value = STORED_VERDICT_BY_NAME[name]
     result = solve_form(read_form_from_record(records[name]))
     assert (result.status, result.basis) == (status, basis), (name, result.why)
@@ -69,7 +72,11 @@ for name in sys.argv[2:]:
 
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
-    """Other kernels of linear algebra, no wide instructions, two threads: the last bits differ."""
+    """Verdicts are the stored ones where the last bits of all numbers differ.
+
+    They differ with other kernels of linear algebra, without wide instructions, and with two
+    threads. Numpy takes these from the environment of a new process.
+    """
     names = list(STORED_VERDICT_BY_NAME)[::step]
     wide_instructions = (
         "AVX2",
@@ -101,21 +108,21 @@ def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
 
 
 def break_form(record: dict, rng: random.Random) -> dict:
-    """Return an annotation with facts lost, doubled, swapped or cut, and places that are none."""
+    """Return an annotation that is damaged one to four times, each at a random fact or point."""
     record = copy.deepcopy(record)
     facts = record["facts"]
     for _ in range(rng.choice((1, 1, 2, 4))):
         number = rng.randrange(len(facts)) if facts else None
         kind_of_damage = rng.randrange(7)
-        if kind_of_damage == 0 and record["points"]:
+        if kind_of_damage == 0 and record["points"]:  # a point in another place
             name = rng.choice(list(record["points"]))
             record["points"][name] = [rng.choice((-1, 0, 500)), rng.choice((-1, 0, 500))]
-        elif number is None or kind_of_damage == 1:
+        elif number is None or kind_of_damage == 1:  # a fact twice, and a line that may be none
             facts.append(rng.choice(facts) if facts else "Equals(LengthOf(Line(A, A)), 0)")
             record["lines"].append(rng.choice(("AA", "AB", "ZZ")))
-        elif kind_of_damage == 2:
+        elif kind_of_damage == 2:  # a fact is lost
             facts.pop(number)
-        elif kind_of_damage == 3:
+        elif kind_of_damage == 3:  # another value for the first number of a fact
             new_value = rng.choice(
                 (
                     "0",
@@ -132,11 +139,11 @@ def break_form(record: dict, rng: random.Random) -> dict:
                 )
             )
             facts[number] = re.sub(r"\d+", new_value.replace("\\", r"\\"), facts[number], count=1)
-        elif kind_of_damage == 4:
+        elif kind_of_damage == 4:  # another capital letter, in points and in words
             facts[number] = facts[number].replace(rng.choice("ABCDE"), rng.choice("ABCDEQ"))
-        elif kind_of_damage == 5:
+        elif kind_of_damage == 5:  # a fact is cut off
             facts[number] = facts[number][: rng.randrange(len(facts[number]) + 1)]
-        else:
+        else:  # another relation, which may not exist
             head = rng.choice(
                 (
                     "Perpendicular",

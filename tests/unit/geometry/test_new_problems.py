@@ -57,7 +57,11 @@ SCHOOL_PROBLEMS = json.loads(Path(__file__).with_name("school_problems.json").re
 
 @pytest.mark.parametrize("problem", SCHOOL_PROBLEMS, ids=[p["text"] for p in SCHOOL_PROBLEMS])
 def test_a_problem_in_the_words_of_school_books_is_answered_or_refused(problem: dict) -> None:
-    """114 problems, written down from memory before their words were known; no answer may be wrong."""
+    """A problem in the words of school books has its status and value, or is refused.
+
+    The 114 problems were written down from memory before the engine knew their words. No answer may
+    be wrong.
+    """
     try:
         result = solve_form(read_form_from_text(problem["text"]))
     except UserError:

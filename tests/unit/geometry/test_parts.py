@@ -136,9 +136,9 @@ CIRCLE_FACTS = [
 
 @pytest.mark.parametrize("start", range(4))
 def test_derivatives_are_those_of_the_residuals(start: int) -> None:
-    """Slopes are compared with central differences, for a figure near the picture.
+    """The slopes of all residuals are those of central differences, at a figure near the picture.
 
-    The facts are of each kind that has residuals.
+    `CIRCLE_FACTS` has a fact of each kind that has residuals.
     """
     points = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
     reading = read_facts(
@@ -164,7 +164,10 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
-    """The triangle has `angle`, 2x and x + 9 degrees: x = (171 - angle) / 3, at any tilt."""
+    """Angles are found without lengths, from the sum in a triangle and from parallels, at any tilt.
+
+    The triangle has `angle`, 2x and x + 9 degrees, so that x = (171 - angle) / 3.
+    """
     random.seed(seed)
     tilt_in_degrees, angle = random.uniform(0, 360), random.randint(25, 65)
     turn = np.exp(1j * math.radians(tilt_in_degrees))
@@ -187,7 +190,10 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
 
 
 def test_shapes_without_names_are_found_in_the_picture() -> None:
-    """`$` in the question is the parallelogram of the drawing, in whose edge AB E lies."""
+    """A shape that the question names `$` is found in the drawing: the parallelogram ABCD.
+
+    E lies on its edge AB, and the line DE cuts it into two faces.
+    """
     points = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
     drawing = Drawing(
         logic_form(

@@ -141,7 +141,10 @@ def test_a_drawing_chooses_also_where_it_is_not_to_scale(
 
 
 def test_points_without_places_lie_between_as_the_words_say() -> None:
-    """Two crossing lines through four points each; most random starts have some point outside."""
+    """A figure is found although most random starts have some point outside of its line.
+
+    The points have no places, and lines that meet have to do so between their named ends.
+    """
     text = (
         "AG and BH meet at P. AG and CK meet at Q. BH ∥ CK. D on PQ. angle APB = 70, find angle AQC"
     )
@@ -150,7 +153,10 @@ def test_points_without_places_lie_between_as_the_words_say() -> None:
 
 
 def test_a_figure_that_was_not_found_is_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With so few steps no start arrives: nothing is known, and nothing is said to be excluded."""
+    """A search that ends without a figure is `open`, since no facts were found to contradict.
+
+    It has so few steps here that no start arrives, and the test for contradictions finds none.
+    """
     monkeypatch.setattr("adora_vl.geometry.solve._MAX_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.solve._LETTER_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.conflict._exclude_each_other", lambda *_: False)

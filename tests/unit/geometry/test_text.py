@@ -150,7 +150,10 @@ def test_sentences_that_determine_nothing(text: str, status: str) -> None:
     ],
 )
 def test_a_sum_or_an_area_says_how_large_a_drawn_figure_is(text: str, status: str) -> None:
-    """A search that began at another size found only figures that had collapsed."""
+    """A problem whose size follows from a sum or an area alone has a verdict, and no conflict.
+
+    A search that began at another size found only figures that had collapsed.
+    """
     verdict = solve_form(read_form_from_text(text))
     assert verdict.status == status, verdict.why
 
@@ -244,7 +247,7 @@ def test_a_unit_behind_a_number_is_no_letter(value: str, value_without_unit: str
 
 
 def test_given_arcs_without_a_common_end_lie_beside_each_other() -> None:
-    """The chords' angle is half of 80 + 60 only if neither arc holds the other."""
+    """Arcs of 80 and 60 degrees do not overlap, so their chords cross at half of 140 degrees."""
     crossing_chords = (
         "circle O: A, B, C, D. AB and CD meet at E. arc AC = 80. arc BD = 60. find angle AEC"
     )

@@ -74,7 +74,10 @@ def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
 def test_a_tangent_is_as_long_as_the_right_triangle_has_it(
     radius: float, distance_in_radii: float
 ) -> None:
-    """The tangent, the radius and the way to the centre are a right triangle."""
+    """A tangent has the length of a leg in the right triangle of radius and distance.
+
+    The triangle has its right angle at the point T where the tangent touches.
+    """
     outer_distance = radius * distance_in_radii
     tangent_point = radius * cmath.exp(1j * math.acos(1 / distance_in_radii))
     points = {"O": 0j, "P": complex(outer_distance), "T": tangent_point}
@@ -113,6 +116,7 @@ def draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
     }
     first_chord = points["C"] - points["A"]
     second_chord = points["D"] - points["B"]
+    # The share of the chord AC that lies before the crossing, by cross products.
     share_of_first = ((points["B"] - points["A"]).conjugate() * second_chord).imag / (
         first_chord.conjugate() * second_chord
     ).imag
@@ -250,7 +254,10 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
 def test_facts_that_exclude_each_other_are_named(
     facts: tuple[str, ...], named_facts: tuple[str, ...]
 ) -> None:
-    """Sides that close no triangle, angles that sum to 190, and two lengths of one line."""
+    """Facts that no figure fulfils are a `conflict`, whose reason names each of them.
+
+    They are sides that close no triangle, angles that sum to 190, and two lengths of one line.
+    """
     result = solve_form(
         logic_form(
             TRIANGLE_POINTS,
@@ -284,7 +291,7 @@ def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: flo
 
 
 def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
-    """The two triangles of the test above, without places of the points, are ambiguous."""
+    """AC = 8, BC = 5 and sin A = 3/5 fit two triangles, which without places are `ambiguous`."""
     facts = [
         "Equals(LengthOf(Line(A, C)), 8)",
         "Equals(LengthOf(Line(B, C)), 5)",
@@ -315,7 +322,10 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
 
 
 def test_a_length_that_would_be_negative_is_no_answer() -> None:
-    """B lies between A and C, and AB = 9 is longer than AC = 5: BC would be -4."""
+    """A question for a length that would be negative has no answer.
+
+    B lies between A and C, and AB = 9 is longer than AC = 5: BC would be -4.
+    """
     collinear_points = {"A": 0j, "B": 60 + 0j, "C": 100 + 0j}
     facts = [
         "PointLiesOnLine(B, Line(A, C))",
@@ -346,7 +356,10 @@ def test_a_double_root_is_an_answer() -> None:
 
 
 def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() -> None:
-    """The facts that can be read are used, and the others are listed in `unread`."""
+    """Facts that cannot be read are listed in `unread`, each with its place; the others are used.
+
+    A misspelt relation is listed with the nearest one that is known.
+    """
     facts = [
         "Equals(LengthOf(Line(A, B)), 5)",
         "Perpendiculr(Line(A, B), Line(B, C))",
@@ -378,7 +391,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
     ],
 )
 def test_what_cannot_be_read_says_why(changed_fields: dict, words_of_error: str) -> None:
-    """A form with no question, an unknown measure or too much text or points is `unread`."""
+    """A form without a question, with an unknown measure, or too large, is `unread`."""
     form = logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
     result = solve_form(replace(form, **changed_fields))
     assert result.status == "unread"

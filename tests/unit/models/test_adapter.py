@@ -136,6 +136,7 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(
     out = load_weights(tmp_path / "out")
     assert largest_difference(out, load_weights(run_folder / "merged")) < 1e-6
     assert largest_difference(out, start) > 1e-6
+    # `LORA_KEYS` adapt the query projections alone
     changed_names = {name for name in out if not torch.equal(out[name], start[name])}
     assert changed_names == {name for name in out if ".q_proj.w" in name}
     second_run = train_tiny_run(

@@ -29,7 +29,10 @@ from tests.support.tiny_run import train_tiny_run
 
 
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
-    """It is patch size times merge size, and the bounds of pixels are whole image tokens."""
+    """The side of an image token is patch size times merge size, in Transformers' defaults.
+
+    The bounds of pixels are whole image tokens.
+    """
     for family in FAMILIES_WITH_VISION:
         with subtests.test(family):
             vision = families.FAMILIES[family].vision
@@ -115,7 +118,9 @@ def test_a_known_family_says_nothing_but_what_is_off():
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
-    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03
+    """A config without `mrope_interleaved` is refused with vLLM, and accepted without it.
+
+    Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03
     nats.
     """
     for family in ("qwen3_vl", "qwen3_5"):
@@ -157,7 +162,10 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
-    """Transformers would ask whether to run the code beside the config, as for early InternVL."""
+    """A model type that Transformers lacks is refused in one line, and its own code is not run.
+
+    Transformers would ask whether to run the code beside the config, as for early InternVL.
+    """
     config = {
         "model_type": "internvl_chat",
         "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},
@@ -174,7 +182,10 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
 
 
 def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
-    """Transformers has the model, but not the tokenizer's class."""
+    """A tokenizer with a class of its own is refused, and its code is not run.
+
+    Transformers has the model, but not the tokenizer's class, and would ask whether to run it.
+    """
     LlamaConfig().save_pretrained(tmp_path)
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -194,8 +205,10 @@ def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
 
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
-    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained
-    the way it says.
+    """A model of a family without an entry trains with the parts that need the entry as in TRL.
+
+    With other settings it is refused before a weight is loaded. It is the tiny model, whose entry
+    is taken away.
     """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
     keys: dict[str, Any] = {

@@ -170,7 +170,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_evaluation_of_a_lora_run(lora_run, drawn_problems, tmp_path, capsys):
-    """Its merged model is used, and the run's folder gains no file that is not the run's."""
+    """An evaluation of a LoRA run uses its merged model, and leaves no file in the run's folder."""
     capsys.readouterr()
     result = score_model(lora_run, drawn_problems, tmp_path / "eval")
     stderr = capsys.readouterr().err

@@ -113,7 +113,10 @@ class BuiltFromMoreThanItsConfig(nn.Module):
 
 
 def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guessed():
-    """Its buffer is reported as wrong, and stays as the cast has left it."""
+    """The wrong buffer of a rotary module that we cannot build is reported, and not replaced.
+
+    It stays as the cast has left it.
+    """
     model = nn.ModuleDict({"own": BuiltFromMoreThanItsConfig(4, scale=2.0)})
     assert describe_wrong_buffers(model) == []
     cast_copy = copy.deepcopy(model).to(torch.bfloat16)

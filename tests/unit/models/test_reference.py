@@ -107,7 +107,10 @@ def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
 
 
 def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):
-    """The object may have been fine-tuned or averaged in the notebook before."""
+    """The reference of a model object is a copy of its weights as they are, so KL begins at 0.
+
+    The object may have been fine-tuned or averaged in the notebook before.
+    """
     fine_tuned_model = load_tiny_model()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -152,7 +155,10 @@ def test_an_object_that_deepspeed_has_divided_is_refused_with_a_reference():
 
 
 def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_the_run(tmp_path):
-    """No key of its config tells that it changes answers. That is measured before the first update."""
+    """With a KL term an adapter that changes answers from the start is refused before an update.
+
+    No key of a LoHa config tells that it changes answers, so that is measured.
+    """
     random_adapter = LoHaConfig(
         r=4,
         alpha=64,

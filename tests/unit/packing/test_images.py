@@ -85,6 +85,7 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
     cached = cache.preprocess(processor.image_processor)
     for seed in range(6):
         cached([noise_picture(seed)])
+        # An image that is alone in the cache stays, even if it is larger than the limit.
         assert cache.cached_bytes <= 20_000 or seed == 0
     assert cache.processed == 6
     cached([noise_picture(5)])
@@ -96,9 +97,9 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
 
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
-    """The image of a problem that stands in every generation is used each time.
+    """An image that is used again stays in the cache, in place of newer ones that are not.
 
-    It comes before each of eight others here, and the cache has no room for all nine.
+    Image 0 comes before each of eight others here, and the cache has no room for all nine.
     """
     cache = ImageCache(30_000)
     cached = cache.preprocess(processor.image_processor)
@@ -112,7 +113,10 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
 
 
 def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
-    """Their pixels are equal numbers, which stand for other colours."""
+    """Images with equal pixels and different palettes are processed and cached as two.
+
+    Their pixels are equal numbers, which stand for other colours.
+    """
     drawing = noise_picture(1).quantize(4)
     recoloured = drawing.copy()
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
@@ -158,7 +162,11 @@ def test_distinct_rows_keep_their_order():
 
 
 def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtests):
-    """Each distinct prompt and image is processed once, and referred to."""
+    """Prompts with 0, 1 or 3 images equal those of the processor, row by row, in every family.
+
+    Each distinct image is processed once: its pixels are in a bank, and rows refer to the numbers
+    of its patches there, which start at 100 here.
+    """
     shared = noise_picture(1)
     images = [None, [shared], [noise_picture(2), shared, noise_picture(3, (120, 90))], [], [shared]]
     for family in TINY_FAMILIES:
@@ -206,9 +214,10 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
 
 
 def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
-    """Two problems have three rollouts each, so there are two of everything and not six.
+    """A prompt is rendered, tokenized and hashed once for all rollouts of its group.
 
-    The engine processes their images afterwards, and finds them in the cache.
+    Two problems have three rollouts each, so there are two of everything and not six. The engine
+    processes their images afterwards, and finds them in the cache.
     """
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
@@ -340,7 +349,9 @@ def run(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run):
-    """The loader is a batch ahead, so at the end it may have read the first problems of a third
+    """The image of a problem is decoded once for all eight micro-batches of its generation.
+
+    The loader is a batch ahead, so at the end it may have read the first problems of a third
     generation.
     """
     assert STEPS * PROBLEMS <= run["decoded"] <= (STEPS + 1) * PROBLEMS
@@ -348,7 +359,10 @@ def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run)
 
 @pytest.mark.slow
 def test_ranks_send_one_another_texts_and_no_pixels(run):
-    """TRL gathers the conversations for its table; images in them would be pickled."""
+    """No image is among the values that the ranks gather for TRL's table of completions.
+
+    TRL gathers the conversations, and images in them would be pickled.
+    """
     assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
     assert not any(b"PIL" in sent or b"ImageWithDigest" in sent for sent in run["gathered"])
     assert b"PIL" in pickle.dumps(
@@ -395,7 +409,10 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
 
 
 def test_a_film_is_not_taken_for_an_image():
-    """An image is stored as one frame, although the processor repeats it for the tower."""
+    """A picture of two different frames is refused; one frame of two equal ones is stored.
+
+    The processor repeats an image's frame for the tower.
+    """
     settings = {"temporal_patch_size": 2, "patch_size": 2}
     film = torch.arange(8, dtype=torch.uint8)[None]  # one channel, two frames of 2 x 2
     with pytest.raises(AssertionError, match="an image has one frame"):

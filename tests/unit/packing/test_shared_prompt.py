@@ -253,7 +253,10 @@ def test_two_groups_are_as_separate_rows(subtests):
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
-    """The layout of spans is there again when a layer is recomputed in the backward pass."""
+    """With gradient checkpointing a packed pass still equals padded rows.
+
+    A layer that is recomputed in the backward pass needs the layout of the packed sequence again.
+    """
     for model_type in FAMILIES:
         with subtests.test(model_type):
             model = small_model(model_type)
@@ -262,9 +265,9 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """Under autocast queries are bfloat16, for which a GPU has flash attention.
+    """Under bfloat16 autocast the attention of float32 weights gets queries in bfloat16.
 
-    It needs neither masks nor copies of keys.
+    A GPU has flash attention for these, which needs neither masks nor copies of keys.
     """
     sdpa = Mock(side_effect=nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(span_attention, "scaled_dot_product_attention", sdpa)
@@ -278,7 +281,11 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
-    """A GPU's kernel, here a replacement, takes spans of different lengths in one call."""
+    """With a kernel for spans of different lengths, a packed pass still equals padded rows.
+
+    A span is what attends together: a prompt with its longest rollout, or another rollout with the
+    prompt's keys. A GPU's kernel takes all of them in one call; here a function stands in for it.
+    """
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
@@ -292,7 +299,10 @@ def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpoin
 
 
 def test_eager_attention_and_a_cpu_s_are_computed_span_by_span(monkeypatch):
-    """A pass fails here if it calls `attend_spans`, the one call for all spans."""
+    """On a CPU, and with eager attention, no pass makes one call for all spans (`attend_spans`).
+
+    A pass that does would fail here. Eager attention is also tried as on a GPU with that kernel.
+    """
     monkeypatch.setattr(split_attention, "attend_spans", None)
     rows = random_rows(TWO_GROUPS, images=False)
     packed_logps(small_model("qwen2"), rows)
@@ -311,14 +321,22 @@ GROUPS = st.lists(
 @settings(max_examples=25)
 @given(GROUPS, st.sampled_from(sorted(MODELS)))
 def test_any_lengths_are_as_separate_rows(lengths, attention):
-    """A rollout may have no tokens: it was cut off, and masked out."""
+    """Packed rows of any lengths equal padded ones, also rollouts of no tokens.
+
+    A rollout has none where it was cut off and is masked out. Where no rollout has any, there is
+    nothing to compare.
+    """
     has_a_token = any(length for _, rollout_lengths in lengths for length in rollout_lengths)
     if has_a_token:
         assert_packed_is_as_padded(MODELS[attention], random_rows(lengths, images=False))
 
 
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
-    """A mask of the whole packed sequence would have as many entries as its length squared."""
+    """The largest saved tensor of a packed pass is far smaller than the sequence's length squared.
+
+    A mask of the whole packed sequence would have so many entries. Here a prompt of 6 tokens has 16
+    rollouts of 40.
+    """
     rows = random_rows([(6, [40] * 16)], images=False)
     saved_sizes: list[int] = []
 
@@ -393,10 +411,11 @@ def logits_and_generated_tokens(model: Any, rows: Batch) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
-    """References tell which images are equal. Pixels do not, so each row keeps its own prompt.
+    """Rows of a group share their prompt if references tell that their images are equal.
 
-    There are groups of five and of three rows, and a chunk has five rows. The first pass also
-    compares packed with padded rows, in the first chunk alone.
+    A reference is the number of a patch in a bank of images. Pixels tell nothing, so with these
+    each row keeps its own prompt. There are groups of five and of three rows, and a chunk has
+    five rows. The first pass also compares packed with padded rows, in the first chunk alone.
     """
     model = small_model("qwen2_5_vl")
     rows = random_rows(TWO_GROUPS, images=True)
@@ -462,10 +481,10 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 
 @pytest.mark.parametrize(("gap", "shares"), [(0.0, True), (1.0, False)])
 def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
-    """It compares packed and padded rows once, though packing would save nothing here.
+    """A check of packed against padded rows decides whether the run shares prompts.
 
-    `gap`: how far padded rows are from packed ones. `shares`: whether prompts are shared
-    afterwards.
+    It is made once, though packing would save nothing here. `gap`: how far padded rows are from
+    packed ones. `shares`: whether prompts are shared afterwards.
     """
     model = small_model("qwen2")
     rows = random_rows([(1, [8, 8])], images=False)
@@ -522,7 +541,10 @@ def fake_flash_attention(
 
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
-    """Log-probabilities and gradients are those of padded rows with sdpa."""
+    """With flash attention a packed pass gives what padded rows give with sdpa.
+
+    `fake_flash_attention` stands in for the kernels, which need a GPU.
+    """
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", fake_flash_attention)
     rows = random_rows(TWO_GROUPS, images=True)
     reference = small_model("qwen2_5_vl")
@@ -539,7 +561,10 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
 
 
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
-    """Ours is registered on top of it, and flash attention chooses its kernel by the name."""
+    """A pass without a shared prompt tells flash attention its own name, by which it finds kernels.
+
+    `install_split_attention` registers another attention on top of it, under another name.
+    """
     names = []
 
     def forward(query, *args, attn_implementation, **kwargs):
@@ -569,9 +594,10 @@ def test_prompts_are_shared_only_where_that_saves_enough_tokens():
 
 
 def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
-    """Each of the two groups has one rollout, so no prompt is computed less often.
+    """Groups of one rollout are packed only if their prompts or answers differ in length.
 
-    Rows of unequal length are padded, and packed they are not.
+    No prompt is computed less often then, but rows of unequal length are padded, and packed they
+    are not.
     """
     assert sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [100]])
     assert sharing_pays(prompt_lengths=[64, 20], completion_lengths=[[100], [100]])
@@ -579,7 +605,10 @@ def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
-    """Row 2 has another image than row 1, row 3 another prompt, and row 4 is not next to row 0."""
+    """Neighbouring rows are a group if both their prompts and their images are equal.
+
+    Row 2 has another image than row 1, row 3 another prompt, and row 4 is not next to row 0.
+    """
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
     image_keys = ["a", "a", "b", "b", "a"]
     groups = group_rows_by_prompt(ids, torch.ones_like(ids), image_keys)
@@ -648,7 +677,10 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
-    """A span is what attends together. Each other rollout is one, with the prompt's keys."""
+    """The spans of a group are its prompt with the longest rollout, and each other rollout.
+
+    A span is what attends together. The queries of another rollout also see the prompt's keys.
+    """
     one_rollout = GroupLayout(prompt_length=4, rollout_lengths=(2,))
     three_rollouts = GroupLayout(prompt_length=3, rollout_lengths=(5, 2, 1))
     no_rollout = GroupLayout(prompt_length=2, rollout_lengths=())
@@ -668,9 +700,10 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():
-    """With dropout two passes over the same tokens differ.
+    """A model has dropout if its attention or its adapter has it.
 
-    So log-probabilities of the pass that is learned from are not those of the pass that sampled.
+    Then two passes over the same tokens differ, so log-probabilities of the pass that is learned
+    from are not those of the pass that sampled.
     """
     plain = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.0))
     attending = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.1))

@@ -259,7 +259,10 @@ def two_processes(monkeypatch):
 
 
 def test_rows_without_images_leave_the_tower_at_rest(subtests):
-    """Without any image in the batch the tower does not run, so it has no gradients."""
+    """Without any image in the batch of a single process, the vision tower gets no gradients.
+
+    It does not run then.
+    """
     for model_type in VISION_FAMILIES:
         with subtests.test(model_type):
             model = small_model_of(model_type)
@@ -272,7 +275,10 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
 
 
 def test_rows_without_images_among_processes_that_have_them(two_processes, subtests):
-    """The tower runs on them too: its gradients, all zero, are reduced with the others'."""
+    """A process without images also has a gradient for each weight of the vision tower: 0.
+
+    It is reduced with those of the processes that have images, so the tower runs there too.
+    """
     for model_type in VISION_FAMILIES:
         with subtests.test(model_type):
             model = small_model_of(model_type)
@@ -367,9 +373,10 @@ def count_passes(tower: Any) -> list[int]:
 
 
 def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes, subtests):
-    """The tower's pass gathers weights, so every process makes it, once a generation.
+    """A frozen vision tower runs once a generation on each process, with or without images.
 
-    The first generation has no image on this process, and the second has one.
+    Its pass gathers weights, so every process has to make it. The first generation has no image on
+    this process, and the second has one.
     """
     for model_type in VISION_FAMILIES:
         with subtests.test(model_type):
@@ -392,7 +399,10 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes,
 
 
 def test_images_are_divided_into_passes_by_their_patches():
-    """The arguments are each image's first patch, its number of patches, and the most of a pass."""
+    """A pass of the tower gets as many images as have at most so many patches, at least one.
+
+    The arguments are each image's first patch, its number of patches, and the most of a pass.
+    """
     assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
@@ -401,7 +411,10 @@ def test_images_are_divided_into_passes_by_their_patches():
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
-    """With room for all patches there is one pass, and with room for one each image has its own."""
+    """The features of images are the same from one pass of the tower and from three.
+
+    With room for all patches there is one pass, and with room for one patch each image has its own.
+    """
     for model_type in VISION_FAMILIES:
         with subtests.test(model_type):
             rows = [[0], [1, 0], [], [2]]
@@ -422,7 +435,11 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
 def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     two_processes, monkeypatch, subtests
 ):
-    """The other process needs four passes, and this one none, one or three."""
+    """Both processes make as many passes of a frozen tower as the one that needs more.
+
+    The other process needs four passes, and this one none, one or three. All its features are right
+    nevertheless.
+    """
     monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", 1)
     monkeypatch.setattr(
         distributed, "all_reduce", lambda passes, op: passes.fill_(max(4, int(passes)))
@@ -450,9 +467,10 @@ class TextReader(SimpleNamespace):
 
 
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, subtests):
-    """Only an image that is kept is known again, so only then are features computed once.
+    """A frozen tower runs once a generation if images are kept, else in each of its passes.
 
-    This process has no image, and makes as many passes of the tower as those with images do.
+    Only an image that is kept is known again, so only then are its features computed once. This
+    process has no image, and makes as many passes of the tower as those with images do.
     """
     for keeps_images in (True, False):
         with subtests.test(f"images kept: {keeps_images}"):
@@ -472,7 +490,10 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, su
 
 
 def test_unshared_passes_ask_no_other_process(two_processes, monkeypatch):
-    """A process without an image runs the tower as often as one with images, without all_reduce."""
+    """A pass without sharing runs the tower once, with or without images, and reduces nothing.
+
+    A frozen tower's pass gathers weights, which is recorded as "weights".
+    """
     collectives: list[str] = []
     monkeypatch.setattr(
         distributed, "all_reduce", lambda tensor, op: collectives.append("all_reduce")
@@ -530,7 +551,7 @@ def features_and_gradients(tower: Any, pixels: Tensor, grids: Tensor) -> list[Te
 
 # An image's side in patches. Whole windows have 8 patches a side, and an image token has 2.
 SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)
-# (frames, height, width) of each image
+# (frames, height, width) of each image, in patches
 SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1, max_size=4)
 
 
@@ -538,7 +559,10 @@ SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1
 @given(SIZES)
 @settings(max_examples=25)
 def test_features_and_gradients_are_those_of_the_loop(grids):
-    """Stock attention loops over windows. With all of one size in a call the results are equal."""
+    """The vision tower gives the same with one attention call for all windows of one size.
+
+    The stock tower loops over the windows.
+    """
     tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
@@ -554,7 +578,10 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    """Windows are sorted by size, `lengths` in patches, and the inverse order restores them."""
+    """Sorting windows by their size loses no patch, and the inverse order undoes it.
+
+    `lengths`: the patches of each window.
+    """
     windows = sort_windows(tuple(lengths), torch.device("cpu"))
     patch_count = sum(size * count for size, count in windows.count_by_size.items())
     assert patch_count == sum(lengths)
@@ -591,7 +618,10 @@ def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch)
 @given(SIZES)
 @settings(max_examples=10)
 def test_bounds_from_the_host_change_no_bit(grids):
-    """The bounds of windows are computed on the CPU, where the stock tower reads them back."""
+    """Features are equal to the bit if the tower gets the bounds of its windows as arguments.
+
+    The stock tower computes them on its device and reads them back; here the CPU computes them.
+    """
     tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
@@ -634,7 +664,11 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 
 
 def test_flash_attention_gets_its_bounds_on_the_device():
-    """Its kernel reads them there; sdpa reads them on the host."""
+    """The bounds of windows are on the tower's device for flash attention, and on the CPU for sdpa.
+
+    Flash attention's kernel reads them there; sdpa reads them on the host. 480 patches are the most
+    of an image, 24 x 20, and 64 are the most of a window, 8 x 8.
+    """
     tower = small_tower()
     tower.config._attn_implementation = "flash_attention_2"
     bounds_by_name = window_arguments(tower, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
@@ -685,7 +719,10 @@ def test_another_tower_and_another_attention_stay_as_they_are(subtests):
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
-    """Nobody without this package could load a model whose attention has the name of ours."""
+    """A saved configuration does not name the attention that batches windows.
+
+    Nobody without this package could load a model with that name.
+    """
     tower = small_tower()
     batch_windows(tower, True)
     Qwen2_5_VLConfig(vision_config=tower.config.to_dict()).save_pretrained(tmp_path)
@@ -696,7 +733,11 @@ def test_the_name_is_in_no_saved_model(tmp_path):
 
 
 def test_another_tower_can_be_built_from_its_configuration():
-    """Transformers looks for a kernel of the implementation's name in it, and would stop."""
+    """The configuration of a tower with batched windows still says "sdpa", so it builds another.
+
+    Only the configurations of the blocks' attention name ours. Transformers would look for a kernel
+    of that name, and stop.
+    """
     tower = small_tower()
     assert batch_windows(tower, True)
     assert all(

@@ -77,9 +77,10 @@ GROUPS = st.lists(
 @settings(max_examples=40)
 @given(GROUPS, st.sampled_from([(4, 4), (4, 2), (6, 1)]))
 def test_one_call_is_attention_span_by_span(groups, heads):
-    """Outputs are equal, and so are the gradients of queries, keys and values.
+    """One call for all spans gives the outputs and gradients of a call for each span.
 
-    `heads`: the numbers of heads of queries and of keys.
+    A span is a prompt with its longest rollout, or another rollout with the prompt's keys. `heads`:
+    the numbers of heads of queries and of keys.
     """
     layout = packed_layout(*groups)
     length = sum(layout.span_lengths)
@@ -125,10 +126,11 @@ def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():
-    """The first group has a prompt of two tokens and rollouts of 2, 1 and 1: positions 0 to 5.
+    """A span has the keys of its prompt and its own, so a prompt's keys come once for each span.
 
-    Its spans have the keys 0 1 2 3 (prompt and longest rollout), 0 1 4 and 0 1 5. The second group
-    is the prompt 6 alone.
+    The first group has a prompt of two tokens and rollouts of 2, 1 and 1: positions 0 to 5. Its
+    spans have the keys 0 1 2 3 (prompt and longest rollout), 0 1 4 and 0 1 5. The second group is
+    the prompt 6 alone.
     """
     layout = packed_layout((2, [2, 1, 1]), (1, []))
     assert layout.key_positions_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
@@ -140,9 +142,10 @@ def test_each_span_has_the_prompt_s_keys_and_its_own():
 
 
 def test_gradients_of_a_prompts_keys_are_added_up_before_they_are_rounded():
-    """The first of nine spans adds 256 to the gradient of the prompt's key, and eight add 1 each.
+    """The gradient of a prompt's key is the sum over all spans in more precision than bfloat16.
 
-    In bfloat16 256 + 1 is 256, so added one by one they would leave 256.
+    The first of nine spans adds 256 to it, and eight add 1 each. In bfloat16 256 + 1 is 256, so
+    added one by one they would leave 256.
     """
     layout = packed_layout((1, [1] * 9))
     keys = torch.zeros(
@@ -229,7 +232,7 @@ def test_the_kernel_is_tried_once_for_its_kind_before_it_is_used(monkeypatch):
 
 
 def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once(monkeypatch):
-    """One kernel raises an error, and one gives other numbers."""
+    """A kernel that raises an error or gives other numbers is not used, with a single warning."""
 
     def refuse(*_: object, **__: object) -> Tensor:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
@@ -248,7 +251,7 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
 
 
 def test_a_gpu_without_memory_says_nothing_of_the_kernel(monkeypatch):
-    """The error ends the run, and the kernel is not refused for it."""
+    """A kernel whose trial runs out of memory is not refused for it; the error is raised."""
 
     def run_out_of_memory(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -62,7 +62,10 @@ RECIPES_WITH_DRAWN_DATA = (
 def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
     tmp_path, capsys, data_folder, subtests
 ):
-    """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
+    """Every shipped config has a dry run that fits on its machine, without a GPU or a hub.
+
+    Most have no data set here either.
+    """
     for name in ACCELERATE_CONFIG_BY_RECIPE:
         with subtests.test(name):
             (tmp_path / name).mkdir()
@@ -70,7 +73,10 @@ def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
 
 
 def check_dry_run_of_config(name, tmp_path, capsys, data):
-    """Check what the dry run of a shipped config prints, and what it writes as JSON."""
+    """Check what the dry run of a shipped config prints, what it writes as JSON, and that it fits.
+
+    `data`: the folder of drawn problems for the configs that train on them, with 40 training rows.
+    """
     arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / f"{name}.yaml"),
@@ -132,7 +138,10 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 
 
 def check_updates_of_recipe(processes, generation, update):
-    """Check the batches of the paper's recipe on so many GPUs, in rollouts."""
+    """Check the sizes and steps that the dry run prints for the paper's recipe on so many GPUs.
+
+    `generation`: rollouts per generation. `update`: rollouts per optimizer step.
+    """
     arguments = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
         parse_command(arguments),
@@ -146,6 +155,7 @@ def check_updates_of_recipe(processes, generation, update):
     others = text.split("with another --num_processes:")[1].split(".")[0]
     assert ("4 processes 512 and 64" if processes == 8 else "8 processes 1024 and 128") in others
     assert f"{processes} processes" not in others
+    # 2,101 rows fill 16 generations of 128 prompts or 32 of 64, with 8 steps each, in 15 epochs
     steps = (plan.steps_per_epoch, plan.total_steps)
     assert steps == ((128, 1920) if processes == 8 else (256, 3840))
     assert (
@@ -162,7 +172,7 @@ def learning_rate_in_words(**changed):
 
 
 def test_the_learning_rates_are_those_of_transformers_schedules():
-    """The rate at the first update, half-way and at the last one."""
+    """The dry run prints Transformers' rates at the first, middle and last of 100 updates."""
     assert (
         "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the "
         in learning_rate_in_words(lr_scheduler_type="constant")
@@ -180,7 +190,7 @@ def test_the_learning_rates_are_those_of_transformers_schedules():
 
 
 def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsys):
-    """A run that takes a small part of 1,000 GiB has no list."""
+    """The parts of the memory are listed on a card of 4 GiB, but not on one of 1,000 GiB."""
     arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
@@ -196,7 +206,10 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsy
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
-    """ZeRO-2 keeps the 7B's weights on each card, and `beta: 0.0` would save the reference."""
+    """A run that does not fit ends with 1 and the changes that would help.
+
+    ZeRO-2 keeps the 7B's weights on each card, and `beta: 0.0` would save the reference.
+    """
     arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml"),
@@ -218,7 +231,10 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
 
 
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_folder):
-    """Without a hub a dry run plans with the processor's defaults, but not with a broken one."""
+    """A processor that cannot be read is an error of a dry run, unlike one on an unreachable hub.
+
+    In that case a dry run plans with the processor's defaults.
+    """
     model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
     arguments = [
@@ -236,7 +252,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
 
 @pytest.mark.core
 def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
-    """`--write-config` writes every key; the config is parsed again and compared key by key."""
+    """A config that `--write-config` wrote, with all keys, gives the same run as its source."""
     file = tmp_path / "all.yaml"
     source = [
         "--config",
@@ -271,7 +287,10 @@ def test_lengths_are_those_of_the_trainers_processor(data_folder, subtests):
 
 
 def check_lengths_of_family(data, family):
-    """Compare the lengths that a dry run measures with those of the family's processor."""
+    """Check that a dry run measures the prompts' lengths as the family's own processor does.
+
+    `data`: a folder of drawn problems, of which every fifth is compared.
+    """
     processor = processor_around(load_processor(str(PRETRAINED_FOLDER)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
@@ -299,7 +318,10 @@ def check_lengths_of_family(data, family):
 
 
 def test_rows_above_the_prefill_budget_are_counted(data_folder):
-    """Four prompts of 50, 90, 91 and 130 tokens, of which the last two exceed 90."""
+    """Prompts longer than the engine reads in a step are counted, with the number that holds all.
+
+    Of four prompts of 50, 90, 91 and 130 tokens the last two exceed 90.
+    """
     arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
@@ -317,7 +339,10 @@ def test_rows_above_the_prefill_budget_are_counted(data_folder):
 
 
 def test_both_spellings_and_what_is_left_for_trl():
-    """`split_dry_run_options` returns the options of a dry run (None without one) and all other words."""
+    """Options of a dry run may have dashes or underscores; all other words are left for TRL.
+
+    Without `--dry-run` there are no such options, and None is returned for them.
+    """
     assert split_dry_run_options(["--dry-run"])[0] == DryRunOptions()
     assert split_dry_run_options(["--config", "x"])[0] is None
     options, rest = split_dry_run_options(
@@ -334,7 +359,10 @@ SMOKE_CONFIG = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml")]
 
 
 def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, tmp_path, capsys):
-    """Without an accelerate config the next command is plain Python."""
+    """The last lines of a dry run are its verdict and, if the run fits, the command to start it.
+
+    Without an accelerate config that command is plain Python.
+    """
     arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     assert main([*arguments, "--dry-run"]) == 0
     verdict, next_command = capsys.readouterr().out.splitlines()[-2:]
@@ -354,7 +382,10 @@ def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, t
 def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
     data_folder, tmp_path, capsys
 ):
-    """A generation of 64 micro-batches has more prompts than the data has rows."""
+    """A dry run with too few rows for a generation prints the memory, and then ends with the error.
+
+    64 micro-batches have more prompts than the 40 rows of the data. No config is written.
+    """
     arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--dataset_name", str(data_folder)]
     arguments += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
     written = tmp_path / "ours.yaml"
@@ -372,7 +403,10 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
 
 
 def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
-    """One rollout on each of 8 processes is a whole group; on 4 processes it is half of one."""
+    """Rollouts are divided into groups over all processes: 8 processes with one each are one group.
+
+    With 4 processes, or one, there is less than a group of 8, which is refused.
+    """
     arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     arguments += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
     arguments += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
@@ -388,7 +422,7 @@ def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divid
 
 
 def test_a_generation_batch_size_is_that_of_all_processes(tmp_path, capsys):
-    """Each of two processes has half of its micro-batches."""
+    """`generation_batch_size: 64` is 64 rollouts on two processes together, not on each."""
     arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     arguments += [
         "--per_device_train_batch_size",
@@ -402,7 +436,10 @@ def test_a_generation_batch_size_is_that_of_all_processes(tmp_path, capsys):
 
 
 def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, tmp_path, capsys):
-    """The tiny model was trained on drawn problems, and solves nothing else."""
+    """The tiny model is warned of with other data than drawn problems, on which it was trained.
+
+    The other data are the drawn problems with another source in their manifest.
+    """
     arguments = [
         *SMOKE_CONFIG,
         "--use_vllm",
@@ -423,7 +460,7 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
 def test_a_peft_that_switches_an_optimisation_off_is_named(
     data_folder, tmp_path, capsys, monkeypatch
 ):
-    """0.99.0 is a version that nobody has tried."""
+    """A version of peft that nobody has tried gives a note, if gradient checkpointing is on."""
     monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
     note = "peft 0.99.0 is installed, and its order"
     arguments = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]

@@ -34,7 +34,10 @@ ACCELERATE_CONFIG_AND_GB_BY_RECIPE = {
 
 @cache
 def plan_for_recipe(name: str, *words: str) -> DryRunPlan:
-    """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
+    """Plan a recipe, with further `words` of its command, on the card that it is for.
+
+    A plan takes a second, and no test changes it.
+    """
     launcher, gigabytes = ACCELERATE_CONFIG_AND_GB_BY_RECIPE[name]
     card = gigabytes * 1e9 / GIB
     accelerate = CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml"
@@ -60,7 +63,10 @@ def words_for_four_gpus() -> list[str]:
     ],
 )
 def test_what_is_said_about_four_gpus_fits_them(name, words):
-    """Two recipes for eight GPUs of 80 GB, with the words that adapt them to four."""
+    """A recipe for eight GPUs of 80 GB fits on four with the words that adapt it.
+
+    A generation keeps its number of rollouts.
+    """
     command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
@@ -77,7 +83,10 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
 
 
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
-    """The recipe of eight GPUs on four: its engine has too large a share."""
+    """A run that would fit with a smaller share for the engine gets that as its first remedy.
+
+    It is the recipe of eight GPUs on four.
+    """
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
@@ -112,7 +121,11 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
 
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
-    """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
+    """No recipe has the warning on updates lost to bfloat16; with `--dtype bfloat16` one has it.
+
+    At a learning rate of 1e-6 Adam moves a weight of 0.02 by less than half of what bfloat16 can
+    tell apart there.
+    """
     assert not [
         name
         for name in ACCELERATE_CONFIG_AND_GB_BY_RECIPE
@@ -127,7 +140,6 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
     """Weights in bfloat16 are warned of; `auto` is the tiny model's own dtype, float32."""
-    # the tiny model's own is float32
     for dtype, warns in (
         ("bfloat16", True),
         ("float32", False),
@@ -138,7 +150,11 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
-    """Every share from 0.01 to 0.99 is tried that leaves enough of the card free."""
+    """The proposed share lets the most rollouts run at once, and is the smallest that does.
+
+    Every share from 0.01 to 0.99 is tried. Those that leave less than `HEADROOM_SHARE` of the card
+    free do not count.
+    """
     plan = plan_for_recipe("adora_3b_1gpu_lora")
     utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     assert utilization is not None
@@ -158,7 +174,10 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
 
 
 def test_where_all_rollouts_run_at_once_no_more_is_proposed():
-    """Answers of 64 tokens need a cache of less than half the card."""
+    """The proposed share is no larger than what all rollouts of a generation need at once.
+
+    Answers of 64 tokens need a cache of less than half the card.
+    """
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
     plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", *short)
     utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
@@ -178,7 +197,10 @@ def test_without_room_or_without_an_engine_nothing_is_proposed():
 
 
 def test_the_dry_run_names_the_share_only_where_it_helps():
-    """0.35 is less than what is of use, and 0.95 does not fit."""
+    """A better share for the engine is printed if the recipe's is too low or does not fit.
+
+    0.35 is too low, and with 0.95 the run does not fit. With the best share nothing is printed.
+    """
     low = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
     plan_with_right_share = plan_for_recipe("adora_3b_1gpu_lora")
     utilization = best_vllm_utilization(low.setup, low.gpu_bytes)
@@ -199,7 +221,11 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
 
 
 def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
-    """A lower share would free nothing where the engine has no cache left."""
+    """A run whose weights leave no room on the card is told of 4 bits, and of no lower share.
+
+    The recipe for 24 GB is planned on 12 GB, where the engine has no cache left that a lower share
+    would free.
+    """
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_24gb.yaml")]
     plan = make_plan(parse_command(command), DryRunOptions(card_gib=12e9 / GIB))
     assert not fits_into_gpu(plan.setup, plan.gpu_bytes)

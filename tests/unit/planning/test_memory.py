@@ -108,7 +108,7 @@ def test_another_model_that_cannot_be_reached_is_named():
 
 
 def test_the_tiny_model_is_counted_right():
-    """Its parameters are counted from its config, and in the model itself."""
+    """The parameters that are counted from the tiny model's config are those of the model."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert (
@@ -120,7 +120,10 @@ def test_the_tiny_model_is_counted_right():
 
 
 def test_zero3_does_not_shard_what_is_only_counted():
-    """Under ZeRO-3 Transformers would build a model in shards, with no parameter in its place."""
+    """Parameters are counted right under ZeRO-3, which is switched on again after that.
+
+    With ZeRO-3 on, Transformers would build the model in shards, whose parameters are empty.
+    """
     from transformers.integrations import deepspeed
 
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
@@ -138,7 +141,7 @@ def test_zero3_does_not_shard_what_is_only_counted():
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
-    """A frozen tower trains nothing, and an adapter its two matrices for each layer."""
+    """A frozen tower trains no parameter, and LoRA two matrices for each layer that it adapts."""
     config = config_for_planning(NAME_OF_3B)[0]
     frozen = model_shape(config, frozen=["vision_tower"])
     assert (
@@ -172,7 +175,7 @@ def test_sharding_is_read_from_the_shipped_files():
 
 
 def test_sharding_is_read_from_what_accelerate_launch_tells():
-    """Its environment variables have the same; without them there is one process."""
+    """The variables that `accelerate launch` sets give the sharding; without them, one process."""
     environment = {
         "WORLD_SIZE": "4",
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -187,7 +190,10 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
 
 
 def test_an_accelerate_file_that_cannot_be_used(case_folder):
-    """Each case: the content of the file, and a part of the error."""
+    """An accelerate config that cannot be used is refused with what is wrong in it.
+
+    Each case: the content of the file, and a part of the error.
+    """
     cases = [
         ("a: [", "not valid YAML"),
         ("[" * 3000, "nested too deeply"),
@@ -217,10 +223,10 @@ def test_an_accelerate_file_that_cannot_be_used(case_folder):
 
 
 def test_zero_divides_what_its_stage_says(shape_of_7b):
-    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in
-    mixed precision.
+    """ZeRO-2 divides gradients and optimizer among the processes, ZeRO-3 weights and reference too.
 
-    With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
+    In mixed precision a parameter has 2 bytes of weights, 2 of gradients and 12 of optimizer (arXiv
+    1910.02054). One process without DeepSpeed has 4 bytes of optimizer.
     """
     total = shape_of_7b.total_parameters
     predicted_zero2 = predict_state_bytes(
@@ -244,9 +250,11 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     assert (
         predicted_zero2.gradients
         == predicted_zero3.gradients
+        # a process's part of the gradients, and DeepSpeed's buckets in which they are summed
         == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
     )
     assert offloaded.optimizer == 0
+    # the 12 of the optimizer, and the gradients twice: 2 as they come and 4 in float32
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (
         Sharding(processes=8),
@@ -269,7 +277,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
-    """The bytes of AdamW's states and of the gradients, after a step of the tiny model."""
+    """The predicted gradients and AdamW states are as large as the tiny model's after a step."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -294,7 +302,7 @@ def test_torchs_own_optimizer_is_what_is_predicted():
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
-    """The tiny model and its optimizer are saved, and may be 3 MiB smaller than predicted."""
+    """A saved checkpoint of the tiny model is as large as predicted, or up to 3 MiB smaller."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -318,7 +326,10 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
 
 
 def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
-    """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
+    """The most checkpoints on disk are `save_total_limit` and one more, or all that the run writes.
+
+    One more, since the oldest goes only after the new one is written.
+    """
 
     def most_checkpoints(rows: int | None = None, **keys: object) -> int | None:
         """The most checkpoints that a run has on disk; 4 rows make a step, which is a generation."""
@@ -340,6 +351,7 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     assert most_checkpoints(num_train_epochs=3, save_steps=500) is None, "the rows are not known"
     assert most_checkpoints(num_train_epochs=3, save_steps=500, save_total_limit=5) == 6
     assert most_checkpoints(rows=40, num_train_epochs=3, save_strategy="epoch") == 3
+    # an epoch has 10 steps: after steps 10, 20 and 25
     assert most_checkpoints(rows=40, max_steps=25, save_strategy="epoch") == 3, (
         "the last is not whole"
     )
@@ -350,7 +362,11 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
 
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
-    """Keys and values of 28 layers with 4 heads of 128 numbers, in 2 bytes each."""
+    """A token of the 7B takes 56 KiB of the engine's cache, which limits how many rollouts run.
+
+    There are keys and values of 28 layers with 4 heads of 128 numbers, in 2 bytes each. With a
+    share of 0.2 the weights leave no cache.
+    """
     assert cache_bytes_per_token(shape_of_7b, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
     assert cache_bytes_per_token(shape_of_7b, 2, 8) == 14 * 1024, (
         "each of eight cards has one of the four heads"
@@ -372,7 +388,7 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 
 @pytest.fixture(scope="module")
 def plan_recipe(shape_of_7b) -> MemorySetup:
-    """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
+    """The memory setup of adora_7b_geo3k.yaml on zero3_offload.yaml; prompts have 1,580 tokens."""
     engine = EngineMemorySettings(
         utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True
     )
@@ -389,7 +405,10 @@ def plan_recipe(shape_of_7b) -> MemorySetup:
 
 
 def test_what_saves_memory_saves_memory(plan_recipe, subtests):
-    """Each change of the recipe gives up a saving: forward and backward passes take more memory."""
+    """Each change of the recipe takes more memory in the forward and backward passes.
+
+    It gives up checkpointing or sharding, or has larger batches.
+    """
     cases: list[Any] = [
         {"checkpointing": False},
         {"sharding": Sharding(processes=8, stage=2)},
@@ -412,7 +431,7 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
 
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
-    """An engine that sleeps gives its weights and its cache back during a step."""
+    """An engine that does not sleep raises the peak, since its cache stays during the steps."""
     awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
     gained = (
         predict_memory(awake, 80 * GIB).peak_bytes
@@ -425,7 +444,10 @@ def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
 def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(
     plan_recipe, subtests
 ):
-    """Sizes divide the 128 rollouts of a process, and are whole groups of 8 or parts of one."""
+    """The largest batch is the last one that fits of those which suit the groups; 20 GiB fit none.
+
+    They divide the 128 rollouts of a process, and are whole groups of 8 or parts of one.
+    """
     for sharing, card in product([SharedComputation(), SHARING_ALL], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
             setup = replace(plan_recipe, group_size=8, sharing=sharing)
@@ -442,8 +464,9 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
 
 @given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
 def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
-    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be
-    eight of them.
+    """An advised batch has whole groups, or is a part of one that divides it evenly.
+
+    Otherwise a group would be computed in more parts: one of 8 in batches of 7 has 8 parts.
     """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
     setup = MemorySetup(
@@ -461,7 +484,10 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
 
 
 def test_the_batches_of_a_huge_generation_are_listed_at_once():
-    """A generation of 10 ** 20 rollouts is a typing error, and the dry run has to say so soon."""
+    """Batch sizes of a generation of 10 ** 20 rollouts are listed at once, up to 100,000.
+
+    Such a number is a typing error, which the dry run has to report soon.
+    """
     setup = MemorySetup(
         ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True),
         Sharding(),
@@ -475,8 +501,9 @@ def test_the_batches_of_a_huge_generation_are_listed_at_once():
 
 
 def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
-    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
-    as units.
+    """Rollouts of a group that share a micro-batch share its image, which takes less memory.
+
+    Here a micro-batch is a whole group of 8.
     """
     one_by_one = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
     shared = replace(one_by_one, sharing=SHARING_ALL)
@@ -501,9 +528,10 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
 
 
 def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_recipe):
-    """16 images of 1,280 tokens are 81,920 patches, in passes of three images.
+    """A frozen vision tower sees the images before the training pass, three at a time.
 
-    A trained tower has none such.
+    The 16 images of a generation have 1,280 tokens each, 81,920 patches together. A trained tower
+    has no such passes.
     """
     one_by_one = replace(
         plan_recipe,
@@ -537,7 +565,10 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
 
 @pytest.mark.slow
 def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
-    """Two layers of the 7B's vision tower see an image of 1,024 patches, without gradients."""
+    """A pass of the 7B's vision tower without gradients takes the predicted memory, or less.
+
+    Two of its layers see an image of 1,024 patches.
+    """
     tower = Setting(full=True, device=torch.device("cpu")).config("7B", layers=1, eye_layers=2)
     shape = model_shape(tower, dtype="bfloat16", frozen=("vision_tower", "projector"))
     tower.vision_config._attn_implementation = "sdpa"
@@ -560,7 +591,10 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 
 
 def test_a_packed_group_has_its_prompt_once(plan_recipe):
-    """A group of 8 rollouts with a prompt of 1,580 tokens and answers of 200."""
+    """A group in one packed sequence has the tokens of its prompt once, and takes less memory.
+
+    It has 8 rollouts, with a prompt of 1,580 tokens and answers of 200.
+    """
     one_sequence_each = replace(
         plan_recipe,
         batch=PlannedMicroBatch(
@@ -587,7 +621,11 @@ def test_the_largest_image_leaves_the_engine_room_for_the_completion(plan_recipe
 
 
 def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(plan_recipe, subtests):
-    """It never makes a run too large that fits with all layers recomputed."""
+    """With `recompute: auto` the fewest layers are recomputed that leave a tenth of the card free.
+
+    So a larger card recomputes fewer. A run that fits with all layers recomputed also fits with the
+    chosen number.
+    """
     chosen = replace(plan_recipe, recompute="auto")
     layers = plan_recipe.shape.text.layers
     recomputed_layers = []

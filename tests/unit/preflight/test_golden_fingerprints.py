@@ -75,7 +75,7 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
 
 
 def fingerprint_from_python(**options: Any) -> dict[str, str]:
-    """Return the fingerprint of a run that Python code starts.
+    """Return the fingerprint of a run that Python code starts with eight rows of one problem.
 
     `options`: config keys, and `rewards`, `quantised` and `lora` for the rewards, the quantisation
     and the words of a command about LoRA.
@@ -206,7 +206,10 @@ class Brevity:
 
 
 def test_a_run_from_python_is_another_one_with_any_other_reward():
-    """Otherwise it goes on with another reward than it began with, without a word."""
+    """Other rewards, another order or option of them make another fingerprint of a Python run.
+
+    Otherwise the run would go on with another reward than it began with, without a word.
+    """
     rewards = [
         "accuracy",
         "easyr1",
@@ -251,7 +254,7 @@ def test_a_run_from_python_is_the_same_one_when_its_reward_has_counted_on():
 
 
 def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
-    """The address of a judge is no part of its reward, and its model is."""
+    """A judge at another address is the same reward in a fingerprint; another model is not."""
     texts = {
         rewards_as_json(
             [{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"]

@@ -39,7 +39,7 @@ def model() -> Any:
 
 
 def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
-    """A model is known by a hash of its weights.
+    """A model with any other number in its weights has another hash; a copy has the same.
 
     Otherwise a run would resume with another base model, and say nothing. Every parameter is
     changed at its first, at a middle and at its last number.
@@ -55,7 +55,7 @@ def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
-    """Five variants of a model have five hashes, and an equal adapter has an equal one."""
+    """A model with another dtype, config or adapter has another hash; an equal adapter the same."""
 
     def with_adapter(alpha: int) -> Any:
         adapter = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
@@ -71,7 +71,10 @@ def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(mode
 
 
 def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp_path):
-    """`hashes` has a hash by the name of each reward: "Linear" and "reward"."""
+    """A reward model with one other weight has another hash; a reward function keeps its own.
+
+    `hashes` has a hash by the name of each reward: "Linear" and "reward".
+    """
 
     def reward(**columns: Any) -> list[float]:
         return [1.0]
@@ -88,7 +91,10 @@ def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp
 
 
 def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
-    """TRL computes log-probabilities from the head's weight alone, so it would never learn."""
+    """A peft model with an adapter on the output layer is refused, since that would never learn.
+
+    TRL computes log-probabilities from the weight of that layer alone.
+    """
     untied = deepcopy(model)
     untied.config.tie_word_embeddings = False
     for target, refused in (("q_proj", False), ("lm_head", True)):
@@ -106,7 +112,10 @@ def run_from_python(rows: Dataset) -> ResolvedRun:
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "zoom"}}]])
 def test_an_evaluation_on_the_way_asks_with_the_system_prompt_of_python_s_rows(tools):
-    """A message's content may be a text or a list of parts, and both say the same."""
+    """An evaluation during training takes the system prompt from the rows that Python passes.
+
+    Their messages may be texts or lists of parts. Descriptions of tools are part of the prompt.
+    """
     as_parts = [{"type": "text", "text": "Think, "}, {"type": "text", "text": "then box."}]
     question = [{"type": "image", "text": None}, {"type": "text", "text": "How long is AB?"}]
     system_prompts = set[str | None]()
@@ -126,7 +135,10 @@ def test_rows_of_python_without_a_system_message_have_no_system_prompt():
 
 
 def test_a_processor_is_another_one_with_another_template_or_other_images_and_not_after_use():
-    """A call leaves padding settings in a tokenizer, which do not make it another one."""
+    """A processor with another template, limit of pixels or vocabulary has another hash.
+
+    One that was only used has the same, though a call leaves padding settings in its tokenizer.
+    """
 
     def load() -> Any:
         return load_processor(str(PRETRAINED_FOLDER))

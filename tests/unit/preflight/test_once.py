@@ -102,7 +102,10 @@ def start_from_python(output_dir: Path) -> None:
 def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     tmp_path, monkeypatch, subtests, no_weights
 ):
-    """A second conversion may change a value, and a second method has a state of its own."""
+    """Each way to start a run converts every value once and builds its methods once.
+
+    A second conversion may change a value, and a second method has a state of its own.
+    """
     no_checks: Callable[[object], list[object]] = lambda run: []  # noqa: E731
     monkeypatch.setattr(doctor, "checks_without_weights", no_checks)
     monkeypatch.setattr(doctor, "engine_checks", no_checks)

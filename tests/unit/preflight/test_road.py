@@ -9,7 +9,7 @@ from adora_vl.utils.errors import UserError
 
 
 def test_a_streamed_data_set_is_not_shuffled_by_another_seed():
-    """TRL shuffles a stream by `seed`, so `data_seed` would do nothing."""
+    """`data_seed` is refused with a streamed data set, which TRL shuffles by `seed`."""
     rows = Dataset.from_list([{"prompt": "Find x."}] * 4)
     config = AdoraGRPOConfig(
         use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, data_seed=3

@@ -48,7 +48,10 @@ def test_a_chain_is_what_its_form_asks_for():
 
 
 def test_families_differ_in_the_answer_alone():
-    """The prompts of both are drawn from one distribution in front of the last operand."""
+    """Answers of family A are those of its list and answers of B any digit; prompts are alike.
+
+    Each place of a prompt has its signs and operands equally often in both, within 5 %.
+    """
     count = 4000
     problems_of_a = task.draw_chain_problems(count, task.Regime(2), "A", "A")
     problems_of_b = task.draw_chain_problems(count, task.Regime(2), "B", "B")
@@ -235,7 +238,11 @@ CHANGE_AND_DIFFERENCE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts(tmp_path):
-    """TRL writes no table of such a run, and where nothing was recorded nothing would be compared."""
+    """Runs with tools are compared by digests of their recorded rollouts.
+
+    TRL writes no table of them. The digest leaves out the seconds of a tool, and two runs without
+    records count as different, since nothing would be compared.
+    """
 
     def rollouts_digest(seconds: float, text: str) -> dict[str, str]:
         """Record one turn of a tool, and return the digests of what is recorded."""
@@ -309,7 +316,10 @@ def scanned_run(trial_place, accuracy):
 
 
 def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
-    """Seeds are the unit: what two starts differ in is no spread of a seed."""
+    """The table has the seeds whose runs are all there, each as the mean over its starts.
+
+    Two starts of a seed share it, so what they differ in is not counted as a spread over seeds.
+    """
     plan = yaml.safe_load(scanned.PLAN.read_text())
     order = scanned.runs_in_order(plan, pilot=False)
     seeds = [seed for _, _, seed, _ in order]

@@ -48,7 +48,10 @@ def group_of_step(slot: int, members: int = 8, first: int = 0, step: int = 0) ->
 
 
 def test_noisy_rollouts_fade_as_in_the_authors_repository():
-    """Their Geometry3K run has 60 generations, half of the strength at the 40th, and steepness 30."""
+    """The distortion fades by a sigmoid over the run, as in the authors' run on Geometry3K.
+
+    Their run has 60 generations, half of the strength at the 40th, and steepness 30.
+    """
     sigmoid_annealing = load_example("noisy_rollouts.py:sigmoid_annealing")
     for generation, expected_share in (
         (0, 1.0),
@@ -79,7 +82,10 @@ def test_noise_has_the_share_of_a_picture_that_its_level_says():
 
 
 def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
-    """A group may lie over two ranks; another problem and another step see another image."""
+    """The last four of a group's eight rollouts see one and the same distorted image.
+
+    That holds too if the group lies over two ranks. Another problem or step has another image.
+    """
     extension = start_noisy_rollouts(0)
     images = [noise_picture(0, PICTURE_SIZE)]
     group = extension.images_of(group_of_step(3), images)
@@ -115,7 +121,10 @@ def test_the_level_of_the_noise_is_logged():
 
 
 def test_a_noisy_picture_has_the_patches_of_the_clean_one():
-    """Sizes below, inside and beside the processor's bounds, in each mode of pictures."""
+    """A distorted picture has the grid of patches of the clean one, whatever its size and mode.
+
+    Sizes are below, inside and beside the processor's bounds.
+    """
     distort = load_example("noisy_rollouts.py:distorted")
     show_as_seen = load_example("noisy_rollouts.py:as_seen")
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)

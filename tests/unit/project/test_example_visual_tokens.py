@@ -23,7 +23,11 @@ from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 
 def test_visual_tokens_weigh_a_batch_by_hand():
-    """The first rollout depends on its image most, and the third has none."""
+    """The half of the tokens that depends most on the image keeps its advantage, times a factor.
+
+    The first rollout depends on its image most, so its factor is the largest. The third has no
+    image, and stays as it is.
+    """
     seen_BC = torch.zeros(3, 4)
     blind_BC = torch.tensor([[-1.0, 0, -2, 0], [0, 0, 0, -1], [-3, -3, -3, -3]])
     passes = [seen_BC, blind_BC]
@@ -65,7 +69,10 @@ def test_visual_tokens_weigh_a_batch_by_hand():
 
 
 def test_a_rollout_is_scaled_by_its_place_among_those_with_an_image():
-    """The most dependent is scaled as far above 1 as the least below; without an image by 1."""
+    """The rollouts that depend most and least on their image have factors as far from 1.
+
+    A rollout without an image (NaN) has the factor 1. A single one far ahead is bounded.
+    """
     rollout_scale = load_example("visual_tokens.py:rollout_scale")
     dependencies = torch.tensor([math.nan, 0.1, 0.3])
     assert rollout_scale(dependencies, dependencies, 0.5).tolist() == pytest.approx([1.0, 0.5, 1.5])
@@ -92,11 +99,13 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     hidden_R = (blackened(first_patches.repeat(50, 1), black_D, "42") == black_D).all(dim=1)
     # 0.05 is 3.5 standard deviations of 1,200 draws.
     assert hidden_R.float().mean().item() == pytest.approx(0.5, abs=0.05)
+    # A batch with the pixels themselves: both rollouts see the same half.
     grid = first_inputs["image_grid_thw"]
     pixels: Any = {"pixel_values": first_patches.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
     with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
         assert torch.equal(*pixels_now.split(len(first_patches)))
         assert not torch.equal(pixels_now[: len(first_patches)], first_patches)
+    # A batch with references to stored images, as in a training.
     banks = ImageBanks()
     bank = banks.new("train")
     references_by_image = [
@@ -120,6 +129,7 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
             training_bank.pixels(starts[:1])[0], blackened(first_patches, black_D, "42/1/0/image0")
         )
     assert banks.of_training() is bank
+    # A batch without images.
     text_batch: Any = {}
     with half_black(banks, processor, text_batch, "x") as pixels_now:
         assert pixels_now is None

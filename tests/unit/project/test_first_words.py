@@ -57,7 +57,7 @@ def is_package(name: str) -> bool:
 
 
 def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
-    """It is said by the first process, and only where torch is not imported yet."""
+    """The first process alone announces slow imports, and only if torch is not imported yet."""
     monkeypatch.setitem(sys.modules, "torch", object())
     announce_imports(15)
     assert capsys.readouterr().err == "", "the libraries are there"

@@ -264,8 +264,10 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
 
 @slow
 def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(capsys):
-    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait
-    without end.
+    """A check uses what an earlier one has compiled, but not a build that was killed.
+
+    DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait without
+    end.
     """
     two_checks = [
         GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:{name}", 300)
@@ -428,7 +430,10 @@ def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, m
 
 
 def test_the_server_is_started_as_the_page_says():
-    """All options of `docs/rollouts.md`."""
+    """The GPU check starts vLLM's server with the options that `docs/rollouts.md` names.
+
+    Trainer and server get the first two cards, or both the same one if there is one alone.
+    """
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     command = page.split("vllm serve MODEL --host", 1)[1].split("```")[0]
     options_of_page = {word for word in command.split() if word.startswith("--")} - {

@@ -89,7 +89,10 @@ def test_a_python_that_is_not_here_is_none(tmp_path, monkeypatch):
 
 
 def test_what_is_asked_of_pip_is_what_the_setup_installs():
-    """A `+cpu` build of the same version is left alone by `===`."""
+    """The check asks pip for the pinned versions and the extras that `setup/install.sh` installs.
+
+    A `+cpu` build of the same version is left alone by `===`.
+    """
     requirements = check_gpu_pins.requirements()
     assert f"torch==={PINNED_VERSIONS['torch']}" in requirements
     script = (REPOSITORY / "setup" / "install.sh").read_text()

@@ -10,7 +10,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_room_has_a_floor():
-    """A room that the contract does not name could import whatever it likes."""
+    """The import contract names each module and package of `adora_vl`.
+
+    One that it does not name could import whatever it likes.
+    """
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ][0]
@@ -24,7 +27,7 @@ def test_every_room_has_a_floor():
 
 
 def test_no_two_public_classes_have_the_same_name():
-    """Whoever reads `Schedule` or `Request` somewhere knows which one is meant."""
+    """No public class shares its name with another, so `Schedule` means one thing everywhere."""
     places: dict[str, list[str]] = defaultdict(list)
     for top in ("adora_vl", "data_prep", "eval", "benchmarks"):
         for path in (ROOT / top).rglob("*.py"):
@@ -49,7 +52,7 @@ def test_no_test_imports_another_test():
 
 
 def test_no_part_of_a_step_gets_the_whole_trainer():
-    """A part says what it uses. One that has the trainer may use, or change, whatever there is.
+    """No part that `parts.py` makes gets the whole trainer, so each part says what it uses.
 
     What gets it are `StepParts` and a function of the same file, which make the parts, and
     `LossSums`, which reads and writes numbers that Transformers has in attributes of the trainer.

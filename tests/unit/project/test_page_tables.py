@@ -49,7 +49,10 @@ def gib_of_dry_run(folder, arguments):
 
 
 def prediction_tables(folder, recipes, larger_models):
-    """Compare each row of the tables of predicted memory with a dry run of its recipe."""
+    """Compare each row of the tables of predicted memory with a dry run of its recipe.
+
+    `recipes` and `larger_models` are the rows of the tables that begin with "GPUs" and "model".
+    """
     keys_of_four_gpus = (
         TEXT_OF_PAGES.split("**Four GPUs.**")[1]
         .split("adora_7b_geo3k.yaml ")[1]
@@ -103,7 +106,10 @@ def policy_step(folder, rows):
 
 
 def simulated_card(folder, flops, memory):
-    """The command takes minutes for each row, so what it has counted is in a file."""
+    """Compare the operations with the stored counts, and each share with the memory beside it.
+
+    The command takes minutes for each row, so what it has counted is in a file.
+    """
     counted = json.loads(FLOPS_RESULT_FILE.read_text(encoding="utf-8"))
     assert flops == [[cell.strip("*") for cell in flops_cells(row)] for row in counted]
     assert {row["updates_per_generation"] for row in counted} == {2}, "the recipe's"
@@ -159,7 +165,8 @@ def work_or_length(folder, *tables):
 def before_training(folder, plain, demo, budget):
     """Compare the accuracies before training with an evaluation, within a point.
 
-    Another processor may answer a problem or two otherwise.
+    Another processor may answer a problem or two otherwise. `plain`, `demo` and `budget` are the
+    rows of the tables that begin with "accuracy", "after 50 steps, in percent" and "task".
     """
     for model, arguments, cells in (
         ("tiny", ["600"], [plain[0][1], budget[0][5]]),

@@ -64,7 +64,10 @@ def test_a_name_is_in_the_file_that_the_page_gives_for_it():
 
 
 def test_the_rooms_stand_in_the_order_of_their_floors():
-    """A room that is left out is one that a newcomer does not find."""
+    """The page lists every part of `adora_vl`, in the order of the layers of the import contract.
+
+    A part that is left out is one that a newcomer does not find.
+    """
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ][0]
@@ -118,7 +121,10 @@ def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_pat
 
 @pytest.mark.slow
 def test_the_notebook_that_trains_ends_with_a_better_model(monkeypatch, tmp_path):
-    """Its run lies beside the folder in which it is started, here a temporary one."""
+    """The notebook's model solves less than 60 % before its training, and more than 80 % after.
+
+    Its run lies beside the folder in which it is started, here a temporary one.
+    """
     matplotlib.use("Agg", force=True)
     folder = tmp_path / "notebooks"
     folder.mkdir()

@@ -66,7 +66,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 def count_words_and_figures(text: str) -> Count:
-    """Count what a page has."""
+    """Count the words, sentences and figures in the sentences of a page."""
     sentences = sentences_of(text)
     figures = [
         _FIGURE_PATTERN.findall(_NAME_WITH_NUMBER_PATTERN.sub("", sentence))

@@ -62,7 +62,10 @@ def test_the_two_arms_of_a_seed_come_one_after_the_other():
 
 
 def test_both_plans_differ_in_what_the_size_asks_for_alone():
-    """The task, the arms and the number of rollouts are those of a million parameters."""
+    """The plan for the larger model differs in two training keys from that of the small one.
+
+    The task and the arms are those of the model with a million parameters.
+    """
     small_plan = yaml.safe_load(scanned.PLAN.read_text())
     for key in ("pixels", "rows"):
         assert CARD_PLAN[key] == small_plan[key]
@@ -188,7 +191,10 @@ def test_what_cannot_be_run_is_refused_in_one_line(
 
 
 def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monkeypatch):
-    """With two steps of each lesson; the start is saved in the dtype of the plan."""
+    """A model of another size takes two steps of each lesson, and is saved in the plan's dtype.
+
+    A second call leaves what is there.
+    """
     from safetensors.torch import load_file
 
     from adora_vl.synthetic.generate import generate

@@ -61,7 +61,10 @@ def test_no_numbers_of_the_held_out_problems_are_taught():
 
 
 def test_a_response_says_nothing_of_its_work_by_its_length():
-    """Workings, slips and guesses have as many sentences, in the same wordings, as often."""
+    """Workings, slips and guesses have the same mean length, within 0.3 tokens.
+
+    They have as many sentences, in the same wordings, as often.
+    """
     rng = random.Random(2)
     tokenizer = task_tokenizer()
     lengths = {}
@@ -112,7 +115,7 @@ def finished_run(seed, arm, accuracy):
 
 
 def finished_runs(accuracy_gain, seeds, *, over=()):
-    """Return runs of all arms and these seeds, in which `working` is ahead by about `gain`.
+    """Return runs of all arms and these seeds, with `working` about `accuracy_gain` ahead.
 
     `over`: further arms that are as far ahead.
     """
@@ -167,7 +170,10 @@ def test_every_run_has_its_place_once():
 
 
 def test_the_arms_are_one_key_apart():
-    """Arms that name what is rewarded have two, as the plan says."""
+    """Each arm of the plan differs from GRPO's in one key at most.
+
+    Arms that name what is rewarded have two, as the plan says.
+    """
     for arm, keys in WORKING_PLAN["arms"].items():
         changed_keys = {
             key

@@ -31,7 +31,7 @@ def log_step(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, floa
 
 
 def test_a_token_weighs_the_same_in_a_small_micro_batch():
-    """The entropy is of 30 and 10 tokens, and the loss of 2 and 6 rollouts."""
+    """Entropy and KL are weighted by the tokens of a micro-batch, and GRPO's loss by rollouts."""
     metrics = log_step(
         {"loss_type": "grpo"},
         (micro_batch(rows=2, tokens=30), {"entropy": 1.0, "kl": 0.2, "policy_loss": 4.0}),
@@ -49,7 +49,7 @@ def test_a_token_weighs_the_same_in_a_small_micro_batch():
     [("token", (30 * 0.1 + 10 * 0.5) / 40), ("sequence", (2 * 0.1 + 6 * 0.5) / 8)],
 )
 def test_ratios_of_rollouts_count_rollouts(level, expected):
-    """A share of clipped ratios is over tokens, or over rollouts where each has one ratio."""
+    """A share of clipped ratios is weighted by tokens, or by rollouts where each has one ratio."""
     name = "clip_ratio/low_mean"
     metrics = log_step(
         {"importance_sampling_level": level},
@@ -60,7 +60,10 @@ def test_ratios_of_rollouts_count_rollouts(level, expected):
 
 
 def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
-    """`begin` starts a step. TRL empties the metrics when it logs a line, maybe within a step."""
+    """Each step has one value, the weighted mean over its micro-batches.
+
+    `begin` starts a step. TRL empties the metrics when it logs a line, maybe within a step.
+    """
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(training_config(), metrics)
     name = "sampling/importance_sampling_ratio"
@@ -80,7 +83,10 @@ def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
 
 
 def test_what_a_micro_batch_without_memory_has_logged_is_undone():
-    """It is made once more, and counts once; the metrics of steps before it stay."""
+    """A micro-batch that runs out of memory is made once more, and its metrics count once.
+
+    Metrics of steps before it stay.
+    """
     metrics: Metrics = defaultdict(list, {"drift": [9.0], "reward": [0.5]})
     means = MicroBatchMeans(training_config(), metrics)
 
@@ -109,7 +115,10 @@ def test_micro_batches_without_a_token_of_the_loss_do_not_hide_the_others():
 
 
 def test_the_most_clipped_rollout_of_a_step_is_that_of_all_its_micro_batches():
-    """A mean over micro-batches would depend on how the rows are divided."""
+    """The extremes of a step are the smallest and largest of its micro-batches, without NaN.
+
+    A mean over micro-batches would depend on how the rows are divided.
+    """
     low = "clip_ratio/low_min"
     high = "clip_ratio/high_max"
     metrics = log_step(
@@ -122,7 +131,10 @@ def test_the_most_clipped_rollout_of_a_step_is_that_of_all_its_micro_batches():
 
 
 def test_a_generation_of_masked_answers_is_left_out_of_the_mean_of_a_step():
-    """TRL's loss logs 0 of a micro-batch without a token, as where all answers are truncated."""
+    """The entropy of a step without a token in the loss is NaN, and not the 0 that TRL logs.
+
+    TRL's loss logs 0 of a micro-batch without a token, as where all answers are truncated.
+    """
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(training_config(), metrics)
     for tokens, entropy in ((0, 0.0), (5, 2.0)):

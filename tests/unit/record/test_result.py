@@ -107,7 +107,10 @@ RATES_WITH_GAIN: RatesByStep = [[0.0, 0.25, 0.0, 0.25], *RATES_BETWEEN, [1.0, 0.
 def test_a_change_in_training_has_an_interval_over_groups(
     tmp_path: Path, rates: RatesByStep, expects_noise: bool
 ) -> None:
-    """The page and the end of the run say the same."""
+    """The change from the first to the last fifth of the steps has Welch's interval over groups.
+
+    The page and the end of the run say the same, also whether the change is within noise.
+    """
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS_RATE_KEY)
@@ -141,7 +144,10 @@ def test_a_change_in_training_has_an_interval_over_groups(
 
 
 def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -> None:
-    """The pass rates of 20 steps are in turn 0 and 1/2; a fifth is 4 of them."""
+    """Without a record the interval of a change is over the logged steps, here four of 20.
+
+    Their pass rates are in turn 0 and 1/2. A change of single steps has no interval.
+    """
     log = [{"step": step, PASS_RATE_KEY: step % 2 / 2, "reward": 0.5} for step in range(20)]
     change = training_change(tmp_path, log, PASS_RATE_KEY)
     assert change is not None
@@ -164,7 +170,10 @@ def test_a_pass_rate_changes_by_at_most_a_hundred_points(tmp_path: Path) -> None
 
 
 def test_equal_values_before_and_after_have_no_interval(tmp_path: Path) -> None:
-    """An interval of width 0 would say that no other group could give anything else."""
+    """A change between groups that are all alike is reported without an interval.
+
+    An interval of width 0 would say that no other group could give anything else.
+    """
     run = write_run(tmp_path / "run", [[0.0, 0.0]] * 5 + [[1.0, 1.0]] * 5)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS_RATE_KEY)
@@ -177,7 +186,10 @@ def test_equal_values_before_and_after_have_no_interval(tmp_path: Path) -> None:
 
 
 def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):
-    """A line has the metrics of all steps since the line before, here of ten."""
+    """A fifth has the groups of all steps since the line before, if a line stands for ten steps.
+
+    Of 50 steps that are 10 at the start and 10 at the end, with two groups each.
+    """
     early_steps = [[0.0, 1.0]] * 10
     later_steps = [[1.0, 1.0]] * 40
     run = write_run(tmp_path, early_steps + later_steps)
@@ -188,7 +200,10 @@ def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):
 
 
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
-    """The oldest files of a record are deleted when it is full, and then its steps are compared."""
+    """Where the record lacks the first steps, the change is over the logged steps instead.
+
+    The oldest files of a record are deleted when it is full.
+    """
     run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     log = read_metrics(run / "metrics.jsonl")
     parts = sorted((run / "rollouts").glob("*.parquet"))
@@ -202,7 +217,8 @@ def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Pa
 def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     """A score file after the training says more than evaluations on the way and the pass rate.
 
-    With one from before the training, the two are compared answer by answer.
+    With one from before the training, the two are compared answer by answer. Each has 40 answers,
+    as digits: 1 is right, 0 wrong.
     """
     run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     evaluation = {"step": 9, "eval_problems_accuracy": 0.5}

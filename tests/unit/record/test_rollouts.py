@@ -259,7 +259,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
-    """OSError 28 is what writing to a full disk raises."""
+    """A write that fails, as on a full disk, is a warning, after which nothing is recorded."""
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     record.add(columns_of_step(1), group_size=4)
@@ -498,7 +498,10 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 
 
 def test_metrics_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
-    """They are no means of the batches' means, as the further batches have fewer groups."""
+    """Metrics of a step whose groups were refilled are means over all its rollouts.
+
+    Means of the batches' means would differ, as the further batches have fewer groups.
+    """
     run = train_tiny_run(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
     table = read_record(run / "rollouts").to_pandas()
     batches_by_groups: dict[int, float] = {}
@@ -570,7 +573,10 @@ def metrics_of_steps(run: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
-    """Figures and rollouts of each step are the same; then every second generation is recorded."""
+    """A resumed run has the rollouts and figures of an uninterrupted one, each step once.
+
+    Two further steps are recorded too; with `adora_record_gb: 0` the last two are not.
+    """
     uninterrupted = read_record(adora_run / "rollouts").to_pandas()
     resumed = read_record(resumed_run.folder / "rollouts").to_pandas()
     pd.testing.assert_frame_equal(resumed, uninterrupted)

@@ -109,7 +109,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
 
 
 def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
-    """The 4 seconds of its weight sync are the evaluation's too."""
+    """All seconds of an evaluation count as `evaluation`, also the 4 of its weight sync."""
     clock = Clock()
     phases = PhaseClock(print, clock, wait=lambda: None, evaluates=True)
     clock.now += 1  # saving a checkpoint
@@ -225,7 +225,10 @@ def training_args(folder: Path) -> AdoraGRPOConfig:
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
-    """Every callback is called on every rank, and each looks which one it is."""
+    """Ranks other than the first print no progress line and write no metrics file.
+
+    Every callback is called on every rank, and each looks which one it is.
+    """
     for callback in (ProgressLine(), MetricsFile()):
         callback.on_train_begin(
             training_args(tmp_path), trainer_state(0, is_first_rank=False), None
@@ -310,7 +313,10 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
 
 
 def test_lines_that_the_file_lacks_come_from_the_history_of_the_checkpoint():
-    """Transformers saves the entries of the log with a checkpoint, in the order of the log."""
+    """A resumed run adds lines that its metrics file lacks from the checkpoint's log.
+
+    Transformers saves the entries of the log with a checkpoint, in the order of the log.
+    """
     history = [
         {"step": 1, "eval_a": 0.5},
         {"step": 1, "reward": 0.1},
@@ -544,9 +550,9 @@ PARENT_WORDS_AND_COMMAND = [
 
 
 def test_the_command_that_started_a_run(tmp_path):
-    """It is read from the parent process, which is `accelerate launch`, or is a script or a shell.
+    """The command of a run is read from its parent process, with dots in place of secrets.
 
-    Secrets in it are replaced by dots.
+    The parent is `accelerate launch`, or is a script or a shell.
     """
     commands = []
     for started, _ in PARENT_WORDS_AND_COMMAND:
@@ -652,7 +658,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
 
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
-    """Prepared data has a file `manifest.json` too."""
+    """A `manifest.json` that no training wrote is not read; prepared data has such a file too."""
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
     assert read_run_manifest(tmp_path) == {}
     assert describe_run({}) == {}
@@ -667,7 +673,10 @@ def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
 
 
 def test_a_run_that_fails_says_so(tmp_path):
-    """7 is the step at which it failed; ranks other than the first write nothing."""
+    """The manifest of a failed run has its step, here 7, and the first line of the error.
+
+    Ranks other than the first write nothing.
+    """
     manifest = {
         "made_by": "adora_vl.train",
         "status": "running",
@@ -691,7 +700,10 @@ def test_a_run_that_fails_says_so(tmp_path):
 
 
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
-    """Also the exported one. The metrics of a checkpoint's card are those up to its step."""
+    """Checkpoints, the final model and an export have a card, with the metrics up to their step.
+
+    A checkpoint with a card still counts as undamaged.
+    """
     final = (adora_run / "README.md").read_text()
     early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
@@ -708,7 +720,10 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
 
 
 def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
-    """A stranger copies it out of the card and runs it in the model's folder, on their own picture."""
+    """The card's code answers when it is run in the model's folder, on a picture put there.
+
+    A stranger copies it out of the card.
+    """
     out = shutil.copytree(
         adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts")
     )
@@ -724,7 +739,11 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 
 
 def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
-    """A card is written from the manifest, the entries of the log and the step."""
+    """A card says what is not known, how to export an adapter, and how to load a text-only policy.
+
+    It is written from the manifest, the entries of the log and the step. Of a path to the input,
+    only the last name is shown.
+    """
     card = model_card({}, [], 0)
     assert "Nothing was logged before this was saved." in card
     assert "Not recorded." in card

@@ -15,7 +15,7 @@ from adora_vl.record.shown_metrics import (
 
 
 def test_every_place_shows_metrics_of_the_one_table():
-    """`METRIC_BY_KEY` has the title and the form of each metric that a person sees."""
+    """Each metric of progress line, summary and charts is in `METRIC_BY_KEY`, with a title."""
     charted_keys: list[str] = []
     for chart in CHARTS:
         charted_keys += [key for key, _ in chart.series]

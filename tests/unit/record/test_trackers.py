@@ -167,7 +167,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
 
 
 def test_trackers_are_offline(monkeypatch):
-    """A user who has set WANDB_MODE keeps it."""
+    """wandb is set to be offline, unless the user has set WANDB_MODE."""
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
     prepare_trackers(["wandb", "trackio"], "out")
@@ -214,7 +214,10 @@ def test_what_was_kept_comes_back():
 
 
 def test_rewards_of_a_table_come_back_under_the_names_of_today():
-    """TRL makes no table of columns of unequal lengths, and would fail at the next log."""
+    """A reward of ours that has another name since the checkpoint comes back under the new name.
+
+    TRL makes no table of columns of unequal lengths, and would fail at the next log.
+    """
     saved = empty_logs()
     saved["rewards"]["adora_reward"].extend([1.0, 0.1])
     for function_name, expected in (
@@ -227,7 +230,10 @@ def test_rewards_of_a_table_come_back_under_the_names_of_today():
 
 
 def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_path):
-    """pandas cannot write texts and lists into one column, and two ranks send just that."""
+    """A text in a prompt becomes a list with one part where another prompt has images.
+
+    pandas cannot write texts and lists into one column, and two ranks send just that.
+    """
     prompts: deque[Any] = deque(
         [
             [

@@ -70,7 +70,7 @@ def requests_to_elsewhere(browser: Any) -> list[str]:
 
 
 def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked_page, tmp_path):
-    """Here the markup stands in the page unescaped, and its Content Security Policy refuses it."""
+    """The page's Content Security Policy refuses markup even where it stands unescaped."""
     forgotten = tmp_path / "forgotten.html"
     forgotten.write_text(
         attacked_page.read_text().replace(
@@ -88,9 +88,9 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked_page
 
 
 def test_a_person_finds_a_group(browser, page_of_two_runs):
-    """Every filter works with the mouse.
+    """Every filter works with the mouse, and a group is found, read and followed through the steps.
 
-    The counts are those of `write_run`: 12 steps x 2 groups and 60 x 1.
+    The counts are of the 12 steps x 2 groups and 60 x 1 of `page_of_two_runs`.
     """
     browser.set_viewport()
     browser.open(page_of_two_runs)
@@ -338,7 +338,10 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
-    """LaTeX has commands for links, styles and HTML, and commands that define others."""
+    """LaTeX with links, styles, HTML or endless macros has no effect on the page.
+
+    It is shown as a formula or as text.
+    """
     script = "document.title='owned'"
     attacks = [
         rf"$\href{{javascript:{script}}}{{CLICK}}$",
@@ -387,7 +390,10 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page_of_two_ru
 
 
 def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs, tmp_path):
-    """The rollouts come before the curves, and a name is not repeated."""
+    """The page begins with what the run did and a rollout; the curves come after.
+
+    With a single run its name is the title, and is not repeated in the list of runs.
+    """
     run = write_recorded_run(tmp_path / "lonely", 20)
     browser.set_viewport(width=1400, height=900)
     browser.open(write_report_page(tmp_path / "one.html", run))

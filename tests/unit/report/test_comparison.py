@@ -163,7 +163,10 @@ def test_a_config_without_the_newer_sizes_has_rollouts_of_a_step():
 
 
 def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
-    """With `logging_steps: 5` a line has the mean seconds of five steps."""
+    """With `logging_steps: 5` a line counts for the rollouts and seconds of five steps.
+
+    The seconds in it are means over these steps.
+    """
     folder = Path(write_run(tmp_path / "a", [0.1]))
     lines = [
         {
@@ -183,7 +186,10 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
 
 
 def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
-    """It is logged before the line of its own step, and the seconds that it takes do not count."""
+    """An evaluation stands at the training seconds up to its step, and its own do not count.
+
+    It is logged before the line of its own step.
+    """
     folder = Path(write_run(tmp_path / "a", [0.1]))
     lines = [
         {"step": 0, "kind": "eval", "eval_drawn_accuracy": 0.1},
@@ -248,7 +254,10 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
 
 
 def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
-    """It covers many problems already; the pass rate in training is a mean over the last tenth."""
+    """Runs are compared by the last evaluation alone, but by the last tenth of the pass rate.
+
+    An evaluation covers many problems already; a step has few.
+    """
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(write_run(tmp_path / name, [0.1], adora_method={name: {}}))
         shares = {95: 0.5, 100: 0.5 + offset}
@@ -297,7 +306,10 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
 
 
 def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsys):
-    """They have no spread, of which an interval would be a point."""
+    """Runs whose pairs of seeds all differ by the same are judged over the problems.
+
+    Equal differences have no spread, so an interval over seeds would be a point.
+    """
     a = [write_run(tmp_path / f"a{s}", [0.5], 5, seed=s) for s in range(2)]
     b = [
         write_run(tmp_path / f"b{s}", [0.5], 12, seed=s, adora_method=ADORA_METHOD)
@@ -371,7 +383,10 @@ def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
 
 
 def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
-    """With a budget of tokens a generation may have fewer rollouts than its size."""
+    """A comparison warns of a run that failed, of unlike seeds, and of a budget of tokens.
+
+    With a budget a generation may have fewer rollouts than its size.
+    """
     a = write_run(tmp_path / "a", [0.5], 5)
     b = write_run(tmp_path / "b", [0.5], 5, seed=1)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())

@@ -189,7 +189,7 @@ def test_why_a_group_has_its_weight():
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
-    """A folder that is not there, and one that has no file of a run."""
+    """A folder that is not there, and one without a file of a run, are refused in one line."""
     for folder, words in (
         ("none", "is no folder"),
         (".", "has neither metrics.jsonl nor rollouts/"),
@@ -248,7 +248,10 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 
 
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
-    """Nothing is shown where today's grader gives another reason than the record has."""
+    """An answer of several parts is shown part by part if today's grader gives the recorded reason.
+
+    If it gives another one, or the reference is a single number, no parts are shown.
+    """
     gold = "AB = 4, CD = 5"
     wrong_answer = r"so \boxed{CD = 5, AB = 4.1}"
     # a part of the answer, the part of the reference that it is compared with, the rule
@@ -309,7 +312,10 @@ def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
 
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
-    """A record that names a file outside of its folder was written by somebody else."""
+    """Diagrams over `--max-image-mb` are left out, and so is a file outside of the run's folder.
+
+    A record that names such a file was written by somebody else.
+    """
     run = write_recorded_run(tmp_path / "run", 1)
     write_report_page(tmp_path / "page.html", run, argv=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
@@ -321,7 +327,11 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
 
 
 def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_path, capsys):
-    """The folder of a run is passed on with links in it, and the page is passed on, too."""
+    """Nothing outside of a run's folder comes into its page by a link, since pages are passed on.
+
+    Diagrams outside are left out; metrics, a manifest or a record outside are refused. A link
+    within the folder is followed, and so is one to the run.
+    """
     secret = base64.b64encode(b"secret").decode()
     (tmp_path / "secret.png").write_bytes(b"secret")
     run = write_recorded_run(tmp_path / "run", 1)
@@ -379,7 +389,10 @@ EXAMPLE_PAGE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
 
 
 def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
-    """People who have installed nothing open it, so it is small and fetches nothing."""
+    """`docs/examples/report.html` has the form that its command writes today.
+
+    People who have installed nothing open it, so it is small and names no path of a machine.
+    """
     page = (EXAMPLE_PAGE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
     runs = [write_recorded_run(tmp_path / name, 3) for name in ("adora", "grpo")]
@@ -430,7 +443,10 @@ def test_the_page_is_self_contained(tmp_path):
 
 
 def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
-    """Else its seconds would be missing from a step's."""
+    """The chart of seconds has each of `PHASES`, with a colour for light and dark screens.
+
+    A phase that it lacked would be missing from the seconds of a step.
+    """
     phases_in_script = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
     styles = (_VIEWER / "viewer.css").read_text()
     assert phases_in_script is not None
@@ -494,7 +510,7 @@ REFUSED_MARKUP = [
 
 
 def test_no_link_style_or_markup_gets_into_a_tree():
-    """What is refused has no tree (None), or one of plain tags alone."""
+    """LaTeX with links, styles or markup has no tree (None), or one of plain tags alone."""
     trees = {latex: latex_to_mathml(f"${latex}$") for latex in REFUSED_MARKUP}
     assert {
         latex: tree
@@ -575,8 +591,9 @@ def test_no_short_text_grows_in_the_page():
 
 
 def test_no_text_makes_the_page_slow():
-    """A text four times as long takes four times as long, where a pattern without its bounds takes
-    16 times.
+    """The time to convert formulas grows in proportion to the text, whatever it repeats.
+
+    Four times the text may take up to 9 times as long; by a pattern without bounds it would be 16.
     """
 
     def seconds(text: str) -> float:

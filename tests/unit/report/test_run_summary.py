@@ -104,7 +104,10 @@ def test_a_group_that_the_loss_did_not_get_has_no_part_in_the_weights(tmp_path: 
 
 
 def test_a_method_that_learns_from_equal_rewards_is_believed(tmp_path: Path) -> None:
-    """DAPO's penalty for long answers gives such a group advantages, and so may a user's method."""
+    """A group with equal rewards but unequal advantages counts as learned from.
+
+    DAPO's penalty for long answers gives such a group advantages, and so may a user's method.
+    """
     equal = rollout_pair(rewards=(1.0, 1.0))
     penalized = {**equal, "advantage": (0.7, -0.7)}
     rounding_error = {**equal, "advantage": (5e-4, 5e-4)}
@@ -153,7 +156,10 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
 
 
 def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -> None:
-    """An interval over groups that are all alike would have the width 0."""
+    """A change of length between groups that are all alike is told without an interval.
+
+    Its interval would have the width 0.
+    """
     early = [rollout_pair(rewards=(1.0, 0.0), lengths=(10, 64))] * 2
     late_groups = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
     *_, lengths = summary_from(tmp_path, [early, late_groups])
@@ -182,7 +188,10 @@ def test_a_call_is_spelled_as_a_person_would(
 
 
 def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path) -> None:
-    """The picture may have been stored smaller than the model saw it."""
+    """The points of a call are shares of the picture at the size that the model saw.
+
+    The stored picture may be smaller: here 512 x 256, of 2000 x 1000.
+    """
     diagrams = DiagramStore(tmp_path / "rollouts" / "_images", 1e9)
     picture = Image.new("RGB", (2000, 1000))
     [stored_name] = diagrams.store("p", [picture])

@@ -96,7 +96,7 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
 @SIXTY_EXAMPLES
 @given(LISTS_OF_NUMBERS, st.data())
 def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObject) -> None:
-    """An answer to a tuple has to have all its values in their order; names and a point are allowed.
+    """An answer to a tuple needs all its values in their order; names and a point are allowed.
 
     The reference is a tuple such as `(3, -4)`, also with names: `(p, q) = (3, -4)`. No list that is
     drawn is the same backwards, and none has 77 in it.
@@ -151,7 +151,10 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
 @SIXTY_EXAMPLES
 @given(COEFFICIENTS, st.integers(-9, 9), FACTOR_TEXTS, st.sampled_from(["<", r"\le", ">", r"\geq"]))
 def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sign: str) -> None:
-    """The gold is `ax + b < 0`, or has another sign. A negative factor turns the sign."""
+    """An inequality is right in every form with the same solutions; a negative factor turns it.
+
+    The gold is `ax + b < 0`, or has another sign.
+    """
     turned = {"<": ">", r"\le": r"\ge", ">": "<", r"\geq": r"\leq"}[sign]
     other_sign = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
     gold = f"{a}x+({b}) {sign} 0"
@@ -263,7 +266,10 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
     st.lists(NUMBER_TEXTS, min_size=2, max_size=4, unique=True), st.randoms(use_true_random=False)
 )
 def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
-    """The gold has a name for each value, as in `AB = 3, CD = -4`."""
+    """Values with names are right in any order, and without names in the order of the gold.
+
+    The gold has a name for each value, as in `AB = 3, CD = -4`.
+    """
     names = ["AB", "CD", r"\angle 3", "x_1"][: len(values)]
     named_values = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
     gold = ", ".join(named_values)
@@ -367,8 +373,9 @@ def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
 
 
 def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison of two lists takes the square of their length at most, and longer ones are not
-    compared.
+    """Two lists of the same length take the square of it in comparisons at most.
+
+    A longer list is not compared part by part.
     """
     compared: list[int] = []
     original = compare._compare_structured
@@ -382,7 +389,7 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify_gold(longest) is None
     compared.clear()
     assert verdict_on(", ".join(f"y={n}x" for n in range(MAX_PARTS, 0, -1)), longest) == "correct"
-    assert MAX_PARTS < len(compared) <= MAX_PARTS**2 + 1
+    assert MAX_PARTS < len(compared) <= MAX_PARTS**2 + 1  # 1 for the lists themselves
     compared.clear()
     assert verdict_on(longest + ", y=77x", longest) == "wrong"
     assert compared == [1]
@@ -390,7 +397,10 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("gold", sorted({case.gold for case in FORM_CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
-    """A data set stores `canonical_gold` of a reference: storing it again changes nothing."""
+    """The stored form of a reference grades as the reference does, and stays when stored again.
+
+    A data set stores `canonical_gold` of a reference.
+    """
     stored = canonical_gold(gold)
     assert verify_gold(gold) is None
     assert verify_gold(stored) is None
@@ -435,7 +445,7 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
-    """Parts of an answer are compared one by one; `RULE_IN_WORDS` has all reasons of the cases."""
+    """An explanation shows each part with its counterpart, and all reasons have words."""
     lines = "\n".join(explain_grade(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
     assert "CD=5 against CD=5: same_part" in lines
     assert "AB=4.1 against -: different_part" in lines

@@ -35,7 +35,10 @@ def grade_options(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ANSWER_KINDS)
 def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
-    """A row of `answers.jsonl` has an answer for the box, or a whole response."""
+    """Each answer of this kind in `answers.jsonl` gets the verdict and the reason of its row.
+
+    A row has an answer for the box, or a whole response.
+    """
     failing = []
     for line, row in ANSWER_ROWS:
         if row["kind"] == kind:
@@ -76,7 +79,10 @@ def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
 
 
 def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
-    """A key that is misspelled would else make a row that proves nothing."""
+    """Each row has the keys that its test reads, a known reason, and no twin.
+
+    A key that is misspelled would else make a row that proves nothing.
+    """
     required = {"kind", "reference", "verdict", "reason"}
     optional = {"answer", "response", "choices", "rounding", "answer_tags"}
     for line, row in ANSWER_ROWS:
@@ -107,7 +113,7 @@ def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
 
 
 def test_the_corpus_is_large_and_has_both_sides() -> None:
-    """More than 300 cases are correct and 300 wrong, and no name or case comes twice."""
+    """More than 300 cases are correct, more than 300 wrong, and no two have the same name."""
     labels = Counter(case.label for case in LABELLED_CASES)
     assert min(labels[label] for label in LABELS) > 10
     assert labels["correct"] > 300
@@ -162,7 +168,10 @@ def test_the_last_complete_box_is_the_answer() -> None:
 
 
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
-    """The reward for a box without a right answer needs to know whether there is a box."""
+    """A grade has the content of an unreadable box, and None without a complete box.
+
+    The reward for a box without a right answer needs to know whether there is a box.
+    """
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
     for line, row in ANSWER_ROWS:
         # the reward presets count such a box

@@ -64,7 +64,10 @@ def guessing_responses(gold: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
-    """17 is the honest wrong answer, which no gold of `GOLDS` equals."""
+    """No hack earns more than a wrong answer in a box, and the reference earns the full reward.
+
+    17 is the honest wrong answer, which no gold of `GOLDS` equals.
+    """
     function = reward_function(preset)
     paid = []
     for gold in GOLDS:
@@ -78,6 +81,7 @@ def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
             for name, value in zip(responses_by_name, rewards, strict=True)
             if value > honest
         ]
+        # the first value of a preset is its reward for a right answer
         assert function(completions=[rf"so \boxed{{{gold}}}"], answer=[gold]) == [
             PRESETS[preset][0]
         ]
@@ -177,7 +181,10 @@ def grade_within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]
 
 
 def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
-    """No attack answers 12, and what is logged of each is cut at 200 characters."""
+    """All attacks are graded within 10 s, none is right, and at most 201 characters are logged.
+
+    That is a text cut at 200 characters, and one that says so.
+    """
     grades = grade_within(10, lambda: [grade(text, "12") for text in RESPONSE_BY_ATTACK.values()])
     assert [
         name
@@ -203,12 +210,15 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 
 def test_no_answer_that_repeats_itself_hangs():
-    """Each runs in its own process: a regular expression without end lets no other thread run."""
+    """Answers of one piece that is repeated 60 times are all graded within five minutes.
+
+    They run in a process of their own: a regular expression without end lets no other thread run.
+    """
     subprocess.run([sys.executable, "-c", _REPEATED_PIECES_SCRIPT], check=True, timeout=300)
 
 
 def test_hostile_golds_and_choices_do_not_hang_either() -> None:
-    """The attacks stand in the place of the reference, then of a choice."""
+    """A reference or a choice that is an attack is graded against within 10 s, with a verdict."""
     attacks = [
         text.removeprefix(r"\boxed{").removesuffix("}") for text in RESPONSE_BY_ATTACK.values()
     ]

@@ -37,7 +37,10 @@ def run_explain(
 
 
 def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    """2√221 is √884, or 29.73."""
+    """The command prints both sides in canonical form, the rule that decides, and all rewards.
+
+    The answer √884 has the value of the reference, 2√221, which is 29.73.
+    """
     gold = r"2 \sqrt { 221 }"
     response = r"so \boxed{\sqrt{884}\text{ cm}}"
     code, lines, _ = run_explain(capsys, "--gold", gold, "--response", response)
@@ -51,7 +54,10 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
 
 
 def test_choices_rounding_and_standard_input(capsys, monkeypatch):
-    """8.66 is 5√3, the gold, rounded; `-` takes the response from standard input."""
+    """The answer 8.66 is right for 5√3 with `--rounding` alone.
+
+    The response `-` is taken from standard input.
+    """
     response = r"\boxed{8.66}"
     arguments = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
 
@@ -94,6 +100,7 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
+    """Words that cannot be explained give one line on standard error, which matches `message`."""
     code, lines, error = run_explain(capsys, *words)
     assert code == 2
     assert lines == {}
@@ -114,7 +121,9 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
-    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
+    """Every reason that the grader's code names has its words in `RULE_IN_WORDS`.
+
+    Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
     its values.
     """
     reasons: set[Any] = {*get_args(Comparison), *NO_VALUE_REASONS, *UNREAD_REASONS}
@@ -145,7 +154,10 @@ def named_reasons(node: ast.AST) -> set[object]:
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
-    """No case labelled correct is, and each of its parts has a rule that speaks of the same."""
+    """The explanation of a correct case shows no side as unreadable, and no part as a wrong one.
+
+    A right part has something to be compared with, and a reason such as `same_number`.
+    """
     never_right = re.compile(r" against -:|: (?!same_|rounded|letter)")
     correct_cases = [case for case in cases() if case.label == "correct"]
     for case in correct_cases:

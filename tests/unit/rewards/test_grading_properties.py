@@ -94,7 +94,10 @@ def test_a_gold_is_correct_against_itself_in_every_spelling(
 
 
 def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
-    """20 problems of each family of the synthetic data: 64 pixels wide, level 1."""
+    """The answer of a drawn problem is right in every spelling and inside every template.
+
+    There are 20 problems of each family of the synthetic data, 64 pixels wide and of level 1.
+    """
     for draw in PLAIN_FAMILY_BY_NAME.values():
         for seed in range(20):
             gold = draw(random.Random(seed), 64, 1, PLAIN).answer
@@ -111,8 +114,9 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
 @FEWER_EXAMPLES
 @given(REFERENCE_NUMBERS, REFERENCE_NUMBERS)
 def test_equality_of_numbers_is_symmetric(answer: str, reference: str) -> None:
-    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out
-    here.
+    """Two numbers in closed form get the same verdict, whichever of them is the reference.
+
+    Rounded values, letters and sums such as 1 + 2, for which that does not hold, are not drawn.
     """
     assert grade(in_box(answer), reference).verdict == grade(in_box(reference), answer).verdict
 

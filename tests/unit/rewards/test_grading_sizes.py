@@ -32,7 +32,10 @@ def tower_of_powers(base: str, height: int, top: str) -> str:
 
 
 def fill_answer(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
-    """Fill an answer with as many pieces as it has room for, or as many functions."""
+    """Fill an answer with as many pieces as it has room for.
+
+    If a piece has costly tokens, such as a root, there are at most `MAX_COSTLY_TOKENS` of them.
+    """
     count = (chars + len(separator)) // (len(piece) + len(separator))
     costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
     return separator.join([piece] * (min(count, MAX_COSTLY_TOKENS // costly) if costly else count))
@@ -93,7 +96,10 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    """Counts the operations of the grader's arithmetic, by watching the two that end each one."""
+    """Records the operations of the grader's arithmetic.
+
+    Each operation ends in one of the two functions that are watched here.
+    """
     work_done = Work()
     fraction = number_with_error._exact_result
     computed = number_with_error._rounded_result
@@ -117,9 +123,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
-    """Both sides are read, and computed at six points.
+    """Each character of an answer costs at most two operations on capped values, at each point.
 
-    Each character costs at most two operations on capped values.
+    An answer is computed when it is read, and then at six points.
     """
     # Two operations for each character, at six points and once more when it is read.
     max_operations = 2 * 7 * MAX_CHARS
@@ -150,7 +156,10 @@ def test_what_is_counted_is_what_is_computed(work: Work) -> None:
 
 
 def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of the canonical form takes one sign off; 490 signs must not take 490 calls."""
+    """An answer with 490 percent signs is read with at most four calls of the canonical form.
+
+    Each call takes one sign off, so that the answer might take 490 calls.
+    """
     texts: list[str] = []
 
     def counted(text: str) -> tuple[str, str]:
@@ -231,7 +240,11 @@ def draw_expression(rng: random.Random, depth: int) -> str:
 
 
 def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_right() -> None:
-    """Drawn golds are spelled in another way, or changed in value, by a drawn template."""
+    """A gold in another spelling is never wrong, and one that was changed in value never right.
+
+    Golds are drawn, and spelled or changed by a drawn template. A spelling may leave arithmetic to
+    be done, which is wrong for a number (`unevaluated`).
+    """
     rng = random.Random(20)
     right_count = 0
     wrong_count = 0
@@ -258,7 +271,10 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
 
 
 def test_threads_find_what_one_finds_alone() -> None:
-    """The contexts of the arithmetic are cached for each thread; each case is graded twice."""
+    """Eight threads grade the cases as one thread does.
+
+    The contexts of the arithmetic are cached for each thread; each case is graded twice.
+    """
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2

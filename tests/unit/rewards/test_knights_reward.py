@@ -69,7 +69,7 @@ def test_an_answer_earns_by_its_verdict_as_a_text_or_as_a_message(subtests):
 THINKING_BLOCK = "<think>If Ada lies ...</think>"
 
 
-# `verl/utils/reward_score/kk.py` there: 1 or -1 for the form; 2, -1.5 or -2 for the answer
+# In Logic-RL: 1 or -1 for the form, and 2, -1.5 or -2 for a right, wrong or unreadable answer.
 LOGIC_RL_RESPONSE_AND_REWARD_BY_CASE = {
     "right": (f"{THINKING_BLOCK}<answer>{REFERENCE_ROLES}</answer>", 3.0),
     "wrong": (

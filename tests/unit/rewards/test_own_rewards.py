@@ -91,7 +91,10 @@ def call_as_trl(function: Any, texts: list[str], **columns: Any) -> list[float |
 
 
 def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(load_rewards):
-    """`format` and `accuracy` give 0.0 to a completion without a box; its 4 characters are 2.0."""
+    """Presets and a user's function are chosen in the order of the config's entries.
+
+    `format` and `accuracy` give 0.0 to a completion without a box; its 4 characters are 2.0.
+    """
     body = (
         "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for "
         "c in completions]"
@@ -137,7 +140,11 @@ REWARD_FILE_BODY = """
 
 
 def test_a_reward_that_does_not_exist_is_one_line(load_rewards, subtests):
-    """Each case: the entries of the config, their options, and what the error says."""
+    """An entry without its function, or with an unknown option, is refused in one line.
+
+    Each case: the entries of the config, their options, and what the error says. `FILE` is a file
+    with the text of `REWARD_FILE_BODY`.
+    """
     cases = [
         (["FILE"], None, "names no function; write FILE.py:FUNCTION"),
         (["FILE:"], None, "names no function"),
@@ -207,7 +214,10 @@ def test_an_option_that_resembles_an_argument_is_meant_for_the_others():
 
 
 def test_an_option_without_a_value_has_its_default():
-    """YAML reads null where nothing follows the name of an option."""
+    """An option whose value is None is the same as one that is left out.
+
+    YAML reads null where nothing follows the name of an option.
+    """
     judge = {"base_url": "http://localhost:8000/v1", "model": "m"}
     (plain,) = parse_reward_entries([{"judge": judge}])
     (without_value,) = parse_reward_entries([{"judge": {**judge, "timeout": None, "budget": None}}])
@@ -215,7 +225,7 @@ def test_an_option_without_a_value_has_its_default():
 
 
 def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(load_rewards, subtests):
-    """Each case: the text of a reward file, and what the error says of it."""
+    """A reward file that cannot be loaded is refused with the line and the class of its error."""
     cases = [
         (
             "import nowhere_to_be_found",
@@ -231,7 +241,10 @@ def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(load_rewards, su
 
 
 def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(load_rewards, subtests):
-    """A column that a function needs must exist, and an option may not have a column's name."""
+    """A column that a function needs must exist, and an option may not have a column's name.
+
+    The functions are those of `REWARD_FILE_BODY`.
+    """
     for name, options, message in [
         (
             "picky",
@@ -246,7 +259,10 @@ def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(load_rew
 
 
 def test_what_a_function_needs_may_come_from_its_options(load_rewards):
-    """`picky` needs `difficulty`, which no column of the data has, and gets it as an option."""
+    """An argument that no column of the data has may be given as an option.
+
+    `picky` in `REWARD_FILE_BODY` needs `difficulty`.
+    """
     chosen = load_rewards(REWARD_FILE_BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}})
     chosen.check_columns(["answer", "id"])
     assert call_as_trl(chosen.functions[0], ["a"]) == [0.5]
@@ -255,7 +271,10 @@ def test_what_a_function_needs_may_come_from_its_options(load_rewards):
 def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(
     tmp_path, monkeypatch
 ):
-    """Both folders have a file `r.py`, whose reward is 1 beside the config and 2 in the other."""
+    """A reward file is taken from the config's folder if it is there, else from the working one.
+
+    Both folders have a file `r.py`, whose reward is 1 beside the config and 2 in the other.
+    """
     config_folder = tmp_path / "configs"
     working_directory = tmp_path / "here"
     for folder, value in ((config_folder, 1), (working_directory, 2)):
@@ -299,6 +318,7 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
         (tmp_path / name).write_text(text)
 
     def reward_hash() -> str:
+        """Load the reward anew, and return the hash of its file and what that imports."""
         return choose_rewards([f"{tmp_path / 'r.py'}:f"]).hashes[str(tmp_path / "r.py")]
 
     hash_before = reward_hash()
@@ -346,7 +366,7 @@ def reward_that_returns(value: Any) -> Any:
 
 
 def test_numbers_and_none_are_rewards_in_every_form(subtests):
-    """The second of three rewards may be None (`[1, None, 0.5]`), or a number in a tensor."""
+    """Integers, floats, booleans, None and tensors are rewards, in a list, a tuple or a tensor."""
     for returned in [
         [1, None, 0.5],
         (True, None, 0.5),
@@ -358,11 +378,14 @@ def test_numbers_and_none_are_rewards_in_every_form(subtests):
             assert failures == []
             assert rewards[0] == 1
             assert rewards[2] == 0.5
-            assert rewards[1] in (None, 0.25)
+            assert rewards[1] in (None, 0.25)  # 0.25 in the whole tensor, which cannot hold None
 
 
 def test_nonsense_is_a_failure_with_row_and_reason(subtests):
-    """Each case: what the reward returns, and the rows and the reason that the error names."""
+    """A reward that is no list with a finite number or None for each row is a failure.
+
+    Each case: what it returns, and the rows and the reason that the failure names.
+    """
     cases = [
         (
             None,
@@ -414,7 +437,10 @@ HOOKS: dict[str, Callable[..., None]] = {
     ],
 )
 def test_a_metric_of_the_log_is_a_number_and_none_of_the_trainers(name, value, reason):
-    """`reason` is how the failure begins; None where the metric is logged."""
+    """A metric that is no number, or has a name of the trainer's, is a failure; else it is logged.
+
+    `reason` is how the failure begins; None where the metric is logged.
+    """
     logged: list[object] = []
 
     def mine(
@@ -437,7 +463,10 @@ def test_a_metric_of_the_log_is_a_number_and_none_of_the_trainers(name, value, r
 
 @pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])  # values in each call of log_extra
 def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logged(parts):
-    """A reward may log its column in one call or in several: `parts` has the values in each."""
+    """A reward may log its column in one call or in several: `parts` has the values in each.
+
+    All of them have one value for each of the three completions.
+    """
     logged: list[object] = []
 
     def mine(
@@ -459,7 +488,10 @@ def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logge
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
 def test_a_column_with_too_few_or_too_many_values_is_a_failure(count):
-    """The values of all later completions, also those of other ranks, would stand in other rows."""
+    """A column with more or fewer values than the three completions is a failure.
+
+    The values of all later completions, also those of other ranks, would stand in other rows.
+    """
 
     def mine(
         completions: list[str], log_extra: Callable[..., object], **columns: object
@@ -487,7 +519,7 @@ async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
 
 
 def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
-    """The functions fail on the second of three rows, `row/1`."""
+    """An exception is a failure that names the row that fails alone, here `row/1`, and the line."""
     for function in [fails_on_one, fails_on_one_async]:
         with subtests.test(f"{function!r:.80}"):
             _, [failure] = call_safely(function)
@@ -498,9 +530,9 @@ def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
 
 
 def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing():
-    """A reward that fails on two completions is called with each of them to find the bad one.
+    """A reward that fails on two completions, and on neither alone, is a failure of both.
 
-    Here neither fails alone, so the failure names both. Only the first call may log.
+    To find the bad one it is called with each of them. Only the first call may log.
     """
     logged: list[int] = []
 
@@ -540,7 +572,10 @@ async def edits_later(**arguments: Any) -> Any:
 
 @pytest.mark.parametrize("function", [edits_all_that_it_gets, edits_later])
 def test_a_function_that_edits_its_arguments_edits_its_own(function):
-    """TRL gives every function the same lists, and makes the record from them."""
+    """A function that edits its arguments changes nothing in the lists that it was called with.
+
+    TRL gives every function the same lists, and makes the record from them.
+    """
     image = object()
     columns: dict[str, Any] = {
         "prompts": [[{"role": "user", "content": [{"type": "image", "image": image}]}]],
@@ -550,7 +585,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
         "choices": [["a", "b"]],
         "trainer_state": TrainerState(global_step=3, log_history=[{"loss": 1.0}]),
     }
-    # deepcopy would copy `image` too, and it has to stay the same object
+    # without the prompts: deepcopy would copy `image` too, and it has to stay the same object
     columns_before = deepcopy({**columns, "prompts": None})
     failures: list[RewardFailure] = []
 
@@ -579,7 +614,10 @@ ONE_BAND_EDITS: list[Any] = [  # a pixel of several bands would need a tuple
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The two rollouts of a group share one image, and each of them may edit its copy."""
+    """A function that draws on an image changes neither the original nor the other row's image.
+
+    The two rollouts of a group share one image object.
+    """
     image = as_image_with_digest(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
     pixels_before = image.tobytes()
@@ -588,7 +626,7 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
         failures: list[RewardFailure] = []
 
         def edits_the_first(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
-            """1.0 where the first image has changed, and where the second has not."""
+            """Edit the first image; 1.0 if it has changed, and 1.0 if the second one has not."""
             (edited,), (untouched,) = images
             edit(edited)
             return [
@@ -603,7 +641,10 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
 
 
 def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
-    """The instances of environments are the rollouts' own: a reward may ask them, and change them."""
+    """Arrays, tensors, sets and the trainer's log are copied; environments are not.
+
+    An environment belongs to its rollout: a reward may ask it, and change it.
+    """
     environment = SimpleNamespace(asked=0)
     columns: dict[str, Any] = {
         "completions": ["a"],
@@ -669,7 +710,9 @@ async def awaits_a_task_that_was_cancelled(**kwargs: Any) -> Any:
 
 
 def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
-    """An error that came out of a call would leave the other ranks waiting, and the run without a
+    """An error of any class is a failure with a short reason; only `KeyboardInterrupt` is raised.
+
+    An error that came out of a call would leave the other ranks waiting, and the run without a
     checkpoint.
     """
     for function, reason in [
@@ -698,7 +741,10 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
 def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
     load_rewards, tmp_path, monkeypatch
 ):
-    """Else a relative output_dir would become another folder, checkpoints, record and all."""
+    """A file or a function that changes the working directory has it changed back after the call.
+
+    Else a relative `output_dir` would become another folder, with checkpoints and record.
+    """
     body = f"""
         import os
         os.chdir({str(tmp_path / "away")!r})
@@ -723,10 +769,10 @@ def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
 
 
 def test_a_process_that_a_function_forks_ends_with_the_call(tmp_path):
-    """A child that returns from the reward would train as a second copy of this rank.
+    """A child that returns from the reward ends with exit code 1 and a line on standard error.
 
-    So it ends with exit code 1, and a line on standard error. One that exits by itself keeps its
-    code. A reward file that forks when it is imported is treated alike.
+    It would otherwise train as a second copy of this rank. One that exits by itself keeps its code.
+    A reward file that forks when it is imported is treated alike.
     """
     code = """
 import os, sys
@@ -769,7 +815,10 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
-    """The reward may sleep, search without end or wait: 0.2 s later its call is a failure."""
+    """A reward that sleeps, searches or waits for too long is a failure after the 0.2 s it has.
+
+    The one that sleeps catches every `Exception`, and goes on.
+    """
 
     def sleeps(**kwargs: Any) -> list[float]:
         while True:
@@ -796,12 +845,12 @@ def test_the_search_for_the_completion_that_fails_has_a_time_limit_too():
     After a failure it is called with each completion alone, to name the one on which it fails.
     """
 
-    def hangs_on_one(completions: Any, **kwargs: Any) -> list[float]:
+    def hangs_on_one(completions: list[str], **kwargs: object) -> list[float]:
         if len(completions) == 1:
             time.sleep(60)
         raise ValueError("too many")
 
-    async def hangs_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
+    async def hangs_on_one_async(completions: list[str], **kwargs: object) -> list[float]:
         if len(completions) == 1:
             await asyncio.sleep(60)
         raise ValueError("too many")
@@ -818,7 +867,7 @@ def test_a_search_that_the_caller_cancels_ends():
     """Where another coroutine of the step fails, asyncio cancels this call: it has not failed."""
     failures: list[RewardFailure] = []
 
-    async def hangs_on_one(completions: Any, **kwargs: Any) -> list[float]:
+    async def hangs_on_one(completions: list[str], **kwargs: object) -> list[float]:
         if len(completions) == 1:
             await asyncio.sleep(60)
         raise ValueError("too many")
@@ -836,7 +885,10 @@ def test_a_search_that_the_caller_cancels_ends():
 
 
 def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
-    """The deadline of a call uses the same timer of the process as, for example, pytest-timeout."""
+    """A call leaves the alarm timer as it was: running on, or off.
+
+    The deadline of a call uses the same timer of the process as, for example, pytest-timeout.
+    """
     timer_before = signal.getitimer(signal.ITIMER_REAL)
     call_safely(lambda **kwargs: [1, 1, 1])
     timer_after = signal.getitimer(signal.ITIMER_REAL)
@@ -845,8 +897,10 @@ def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
 
 
 def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
-    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches
-    it.
+    """An async function that blocks its loop ends the process, with a traceback on standard error.
+
+    Neither the loop's own deadline nor a signal reaches it. The process ends `GRACE_S` seconds
+    after the deadline of 0.2 s.
     """
     code = """
 import time
@@ -880,7 +934,10 @@ def checkpoint_saver(folder: Path, saved: list[Path]) -> Callable[[], Path]:
 
 
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
-    """A guard raises at `check`, the end of a step, what the rewards of the step have failed with."""
+    """A step with a failed reward ends at `check`: a checkpoint is saved and one line is raised.
+
+    `check` is called at the end of each step. The step before, in which nothing failed, goes on.
+    """
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=checkpoint_saver(tmp_path, saved)))
     sound, failing = guard.wrap_functions(
@@ -922,9 +979,10 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
 def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(
     monkeypatch, tmp_path
 ):
-    """Every rank gathers the failures of all, whether or not it has failed itself.
+    """A rank without a failure of its own saves and raises for one that another rank reports.
 
-    A rank that skipped this collective call would wait for the others for ever.
+    Every rank gathers the failures of all, whether or not it has failed itself. A rank that skipped
+    this collective call would wait for the others for ever.
     """
     failures_elsewhere: list[RewardFailure] = []
     monkeypatch.setattr(
@@ -964,7 +1022,10 @@ def test_explain_tries_a_reward_without_a_model(capsys):
 
 
 def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
-    """Each case: the words of the command, and a part of the one line on standard error."""
+    """A command that cannot try a reward prints one line on standard error, and exits with 2.
+
+    Each case: the words of the command, and a part of the line.
+    """
     whole_number = f"{REWARD_TEMPLATE_FILE}:whole_number"
     brevity = f"{REWARD_TEMPLATE_FILE}:brevity"
     cases = [

@@ -90,7 +90,7 @@ def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
 
 
 def test_every_preset_is_covered_and_named_for_trl() -> None:
-    """The table above has each preset, and TRL logs it by the name of its function."""
+    """`REWARDS_BY_PRESET` has each preset, and TRL logs it by the name of its function."""
     assert set(REWARDS_BY_PRESET) == set(PRESETS)
     assert [reward_function(preset).__name__ for preset in PRESETS] == [
         f"{preset}_reward" for preset in PRESETS
@@ -101,7 +101,7 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
 
 
 def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
-    """`boxed_accuracy` was called `adora`, which older configs still say."""
+    """The older name `adora` of a config is read as `boxed_accuracy`, and both are one name."""
     for entries in (["adora"], [{"adora": {"rounding": True}}]):
         chosen = choose_rewards(entries)
         assert chosen.entries == ("boxed_accuracy",)
@@ -112,7 +112,10 @@ def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
 
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
-    """The range of a run's reward is known from the presets and their weights (second argument)."""
+    """The range of the sum of rewards is known from the presets and their weights, or is None.
+
+    A weight is 0 where a reward is only logged, so that its range does not matter.
+    """
     for preset, expected in REWARDS_BY_PRESET.items():
         assert range_of_weighted_sum([preset], [1.0]) == (min(expected), max(expected)), preset
     # from 0 to 1, from -3 to 3 times the weight -1, and from 0 to 1 times the weight 0.5
@@ -120,11 +123,14 @@ def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
     assert range_of_weighted_sum(rewards, [1.0, -1.0, 0.5]) == (0 - 3 + 0, 1 + 3 + 0.5)
     assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
     assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
-    assert range_of_weighted_sum(["judge"], [1.0]) is None
+    assert range_of_weighted_sum(["judge"], [1.0]) is None  # nobody knows either
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
-    """The five responses: one right, one wrong, three that cannot be read."""
+    """TRL's hooks get a verdict, an answer and a reason for each completion, and their shares.
+
+    Of the five responses one is right, one wrong, and three cannot be read.
+    """
     log = RewardLog()
     call_as_trl(
         reward_function("boxed_accuracy"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log
@@ -182,7 +188,7 @@ def test_rounding_is_off_unless_asked_for() -> None:
 
 
 def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two presets need the same grades, which are computed and logged for the first one."""
+    """A batch that two presets need is graded and logged once, and another batch anew."""
     graded_texts: list[str] = []
 
     def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
@@ -267,7 +273,7 @@ THINKING_FORMS = [  # the text, right as `think`, right as `think_answer`
 
 
 def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
-    """Both rewards are given every text of `THINKING_FORMS`, as a string and as a message."""
+    """Each reward of form gives 1 to its own whole form alone, as a string and as a message."""
     functions = choose_rewards(["think_format", "think_answer_format"]).functions
     assert [function.__name__ for function in functions] == [
         "think_format_reward",
@@ -292,8 +298,10 @@ def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
 
 
 def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
-    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in
-    a box.
+    """An answer in tags has the verdict and the reason that it has in a box.
+
+    That is tried on the labelled corpus without its attacks and rounded answers. Without the option
+    an answer in tags is none.
     """
     answers: list[str] = []
     references: list[str] = []
@@ -361,7 +369,10 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
     spell=st.sampled_from([str, str.upper, str.title]),
 )
 def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words, spell) -> None:
-    """Looking for a word's stem first may skip patterns, and no occurrence."""
+    """The counts of all words together are those that each word's pattern finds by itself.
+
+    Looking for a word's stem first may skip patterns, and no occurrence.
+    """
     text = spell(" ".join(words))
     everywhere = {
         word: len(pattern.findall(text)) for word, pattern in REFLECTIVE_WORD_PATTERN.items()

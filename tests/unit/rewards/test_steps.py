@@ -85,7 +85,10 @@ def test_a_row_without_a_figure_has_no_reward(figure_json: str) -> None:
 
 
 def test_with_gate_a_wrong_answer_earns_nothing(figure_json: str) -> None:
-    """The gold is 60: true working, false working and a bare answer are right, and 61 is wrong."""
+    """With `gate` a right answer earns half and its claims the other half; a wrong one earns 0.
+
+    The gold is 60: true working, false working and a bare answer are right, and 61 is wrong.
+    """
     reward = StepsReward(gate=True)
     wrong_answer = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
@@ -94,12 +97,12 @@ def test_with_gate_a_wrong_answer_earns_nothing(figure_json: str) -> None:
         [figure_json] * 4,
         answer=["60"] * 4,
     )
-    # a right answer earns half, and the share of true claims (1, 1/4, 0) the other half
+    # the shares of true claims are 1, 1/4 and 0
     assert rewards == [1.0, pytest.approx(0.5 + 0.5 / 4), 0.5, 0.0]
 
 
 def test_the_reward_depends_on_response_and_row_alone(figure_json: str) -> None:
-    """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
+    """A response has the same reward alone and in any batch, so a resumed run needs no state."""
     texts = [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, "AD = 5.", "BD = 11. AD = 5.", ""]
     one_by_one = [call_reward(StepsReward(), [text], [figure_json])[0] for text in texts]
     reward = StepsReward()
@@ -113,7 +116,10 @@ def test_the_reward_depends_on_response_and_row_alone(figure_json: str) -> None:
 
 
 def test_it_logs_shares_and_shows_the_claims(figure_json: str) -> None:
-    """Four responses, of which the last has no figure, and so no claims that could be checked."""
+    """The reward logs shares of its claims, and for each response its counts and its claims.
+
+    The last of the four responses has no figure, and so no claims that could be checked.
+    """
     logged: dict[str, float] = {}
     columns: dict[str, list[Any]] = {}
     call_reward(
@@ -156,7 +162,10 @@ def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> No
 
 
 def test_a_figure_that_its_values_settle_counts_as_none() -> None:
-    """Nothing new can be said of it, and each right answer would count as luck."""
+    """A figure that three given values settle gives no reward.
+
+    Nothing new can be said of it, and each right answer would count as luck.
+    """
     facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
     result = solve_form(read_form_from_text(facts))
     assert result.figure is not None
@@ -176,7 +185,7 @@ def test_length_earns_nothing(figure_json: str, text: str, padding: str) -> None
 def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
     figure_json: str, lines: list[str]
 ) -> None:
-    """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
+    """Any claims in any order earn from 0 to 1, and the same when all of them are said twice."""
     text = ". ".join(lines)
     work = check_claims(text, figure_json)
     assert 0 <= work.reward <= 1
@@ -184,7 +193,10 @@ def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
 
 
 def test_the_gate_pays_no_box_of_a_draft(figure_json: str) -> None:
-    """The template has opened the block of thinking, and the response is cut off inside."""
+    """A box in the thinking earns nothing, and one behind it earns the full reward.
+
+    The template has opened the block of thinking, and the first response is cut off inside.
+    """
     draft = rf"{TRUE_WORKING} \boxed{{60}}? Let me check."
     figure = [figure_json]
     metrics: dict[str, float] = {}
@@ -238,7 +250,11 @@ def test_a_run_knows_its_range_and_its_column() -> None:
 def test_explain_shows_each_claim(
     tmp_path: Any, figure_json: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command takes the facts of a figure, or a figure that was solved already."""
+    """The command prints each claim of a response with what the figure says of it.
+
+    `--figure` takes the facts of a figure, or a figure that was solved already. Facts that fix no
+    figure are refused.
+    """
     facts = tmp_path / "facts.txt"
     facts.write_text(TRIANGLE_FACTS, encoding="utf-8")
     response = tmp_path / "response.txt"
@@ -268,7 +284,7 @@ def test_explain_shows_each_claim(
 
 
 def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
-    """ADORA's criterion `working` reads the claims that the reward `steps` has counted."""
+    """ADORA's criterion `working` is refused without the reward `steps`, whose claims it reads."""
     by_working = Adora(criteria=("working",))
     config: Any = SimpleNamespace(methods=SimpleNamespace(by_name={"adora": by_working}))
     check_criteria(config, choose_rewards(["accuracy", "steps"]))

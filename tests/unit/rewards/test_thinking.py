@@ -119,7 +119,10 @@ def test_what_shows_nothing_is_blank() -> None:
 
 
 def test_puzzles_are_read_behind_the_thinking() -> None:
-    """3 and -3 are the rewards of `knights_logic_rl` for the right answer and for a wrong form."""
+    """An answer to a puzzle is read behind the thinking, which the prompt may have opened.
+
+    `knights_logic_rl` gives 3 for the right answer, and -3 for a response without its `<think>`.
+    """
     gold = "Ada is a knight"
     assert knights_verdict(rf"<think>\boxed{{{gold}}}</think> Hm.", gold)[0] == "unparseable"
     assert knights_verdict(rf"<think>so</think>\boxed{{{gold}}}", gold)[0] == "correct"
@@ -152,7 +155,10 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, start_server)
 
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:
-    """The end of a prompt shows it, or of what a tool's answer puts before the last turn."""
+    """The block is open before an answer if the text before its last turn ends in `<think>`.
+
+    That text is the prompt, or what follows a tool's answer.
+    """
     tokenizer: Any = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
 

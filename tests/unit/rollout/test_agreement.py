@@ -110,7 +110,10 @@ def test_lengthened_prompts_are_the_same_prompts_behind_tokens_of_their_own_text
 
 
 def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
-    """An answer takes 8 of 40 positions: a prompt of 34 tokens has no room, and one of 24 has."""
+    """There are no lengthened prompts (None) if prompt and answer leave no position free.
+
+    An answer takes 8 of 40 positions: a prompt of 34 tokens has no room, and one of 24 has.
+    """
     long_prompt = prompts_with_images([(WORDS[:30], [4])])
     short_prompt = prompts_with_images([(WORDS[:20], [4])])
     for limits in ({"model": 40}, {"engine": 40}):
@@ -193,7 +196,7 @@ def run_self_check(monkeypatch):
 
 
 def test_training_starts_where_engine_and_trainer_agree(run_self_check, capsys):
-    """All checks have passed, and the difference is printed."""
+    """If all checks have passed, the training starts and the measured difference is printed."""
     run_self_check(
         [
             passed(agreement.PROMPTS_CHECK, "2 prompts"),
@@ -206,7 +209,7 @@ def test_training_starts_where_engine_and_trainer_agree(run_self_check, capsys):
 
 
 def test_training_is_refused_where_engine_and_trainer_do_not_agree(run_self_check):
-    """A check has failed, and the error says what to do, and which key leaves the check out."""
+    """If a check has failed, the error says what to do, and which key leaves the check out."""
     with pytest.raises(
         RolloutError,
         match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false",
@@ -220,6 +223,6 @@ def test_training_is_refused_where_engine_and_trainer_do_not_agree(run_self_chec
 
 
 def test_without_an_engine_there_is_nothing_to_check(run_self_check, capsys):
-    """The failed check is not looked at, and nothing is printed."""
+    """A run without an engine makes no check: one that would fail is not looked at."""
     run_self_check([failed(agreement.COLD_CHECK, "not looked at", "x")], engine=None)
     assert capsys.readouterr().out == ""

@@ -71,10 +71,11 @@ def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
-    """Bans and filters only leave tokens out, which the trainer's log-probabilities do not know.
+    """The engine gives raw log-probabilities unless an option changes those of kept tokens.
 
-    vLLM's processed log-probabilities are larger by what was cut off, and no ratio to the trainer's
-    would be right. A temperature, a penalty and a bias change the probabilities themselves.
+    Bans and filters only leave tokens out, which the trainer's log-probabilities do not know.
+    vLLM's processed ones are larger by what was cut off, and no ratio to the trainer's would be
+    right. A temperature, a penalty and a bias change the probabilities themselves.
     """
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "raw_logprobs"),
@@ -95,7 +96,10 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
 
 
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
-    """A server's reply has likelier candidates first: here token 9 before the sampled 7."""
+    """The log-probability of a sampled token is found by its id among the candidates.
+
+    A server's reply has likelier candidates first: here token 9 before the sampled 7.
+    """
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
@@ -103,9 +107,10 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """With vLLM's own name two runs on a machine would share memory and leave it behind.
+    """The shared memory of a run has a name of its own, and its file is gone after the start.
 
-    After the start no file has the name any more; files of others stay.
+    With vLLM's own name two runs on a machine would share memory and leave it behind. Files of
+    others stay.
     """
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY_FOLDER", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
@@ -206,7 +211,7 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
 
 
 def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
-    """The keys of JSON are texts, and vLLM takes numbers."""
+    """The token ids of a `logit_bias` may be texts, as JSON has them; vLLM gets numbers."""
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = engine_with_generation_kwargs(json.loads('{"logit_bias": {"50": 2.0}}'))
     assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
@@ -262,7 +267,10 @@ def test_by_default_the_engine_compiles_on_a_gpu_alone(monkeypatch, subtests):
 def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(
     monkeypatch, subtests
 ):
-    """vLLM's own all-reduce would end the process there."""
+    """An engine on several ranks is built without vLLM's all-reduce under `expandable_segments`.
+
+    vLLM's own all-reduce would end the process there.
+    """
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     # (ranks that divide the engine, torch's setting, whether vLLM's all-reduce is off; None: default)
     for ranks, setting, is_disabled in [
@@ -398,9 +406,10 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
-    """The second rollout ends by itself. The third has 5 + 12 tokens of 20, so 3 more are all.
+    """Each rollout goes on from its tokens, up to its own limit or the engine's context.
 
-    The last two are new rollouts of one group, and become one request of vLLM.
+    The second one ends by itself. The third has 5 + 12 tokens in a context of 20, so 3 more are all
+    ("room"). The last two are new rollouts of one group, and become one request of vLLM.
     """
     received_requests: list[Any] = []
     engine = engine_with_fake_vllm(
@@ -446,7 +455,10 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
-    """Two ranks, of which one asks for four rollouts and one for three, divide an engine."""
+    """Ranks that divide an engine send it the requests of all, and keep their own results.
+
+    One of the two ranks here asks for four rollouts, and the other for three.
+    """
     requests_by_rank = [
         sampling_requests([[5]] * 4, generations=4, limit=1),
         sampling_requests([[6]] * 3, first=4, generations=4, limit=1),
@@ -471,7 +483,10 @@ def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(mo
 
 
 def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeypatch):
-    """vLLM caches images by a hash of their pixels. An image of ours has its digest already."""
+    """An image that has its digest is read by vLLM without a copy, and cached by the digest.
+
+    Otherwise vLLM would cache it by a hash of its pixels.
+    """
 
     def parse_like_vllm(prompt: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
         """Return the first image as vLLM reads it, and the hashes by which it caches all of them."""
@@ -496,10 +511,10 @@ def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeyp
 
 
 def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
-    """vLLM caches an image by the digest of its pixels, if it has one.
+    """A row with an image that may still be changed goes to vLLM without digests.
 
-    Only an image that nobody can change any more has one, since that of another may be wrong by the
-    time vLLM reads it.
+    vLLM would cache the image by its digest, which may be wrong by the time vLLM reads it. Only an
+    image that nobody can change any more has one.
     """
     changeable_image = Image.new("RGB", (8, 6))
     rows: list[dict[str, Any]] = [
@@ -572,7 +587,7 @@ def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokeni
 
 
 def test_a_mismatch_names_the_row_by_its_id_or_its_number():
-    """Other errors pass through the same context as they are."""
+    """The error of a mismatch names the row's id, or its number; other errors stay as they are."""
     # Row 1 differs.
     for rows, name in (
         ([{}, {"id": "train/7"}], "row train/7:"),
@@ -591,7 +606,10 @@ def test_a_mismatch_names_the_row_by_its_id_or_its_number():
 
 
 def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
-    """A sampled image token would break the trainer's forward pass, for which there is no image."""
+    """The tokens around and in images are banned in addition to those that the user bans.
+
+    A sampled image token would break the trainer's forward pass, for which there is no image.
+    """
     # A vocabulary with vision tokens, then one without.
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     for vocabulary, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
@@ -611,7 +629,10 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
 
 
 def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():
-    """TRL would close the assistant's turn and open a new one, so the answer would not go on."""
+    """A prompt may not end with a turn of the assistant; one in the middle is fine.
+
+    TRL would close that turn and open a new one, so the answer would not go on from it.
+    """
     question = [{"role": "user", "content": "How long?"}]
     question_and_begun_answer = [*question, {"role": "assistant", "content": "<think>"}]
     prompt_tokens.refuse_prefill(

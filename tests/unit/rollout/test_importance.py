@@ -29,7 +29,10 @@ def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> to
 
 
 def test_the_mean_is_over_tokens_and_not_over_ranks():
-    """Rank 0 has three tokens with a difference of 1, and rank 1 has one of 5."""
+    """Drift is the mean difference over the tokens of all ranks, not the mean of their means.
+
+    Rank 0 has three tokens with a difference of 1, and rank 1 has one of 5.
+    """
     of_rank_0 = drift_sums(trainer=[1.0, 1.0, 1.0], engine=[0.0, 0.0, 0.0], mask=[1, 1, 1])
     of_rank_1 = drift_sums(trainer=[5.0, 9.0], engine=[0.0, 0.0], mask=[1, 0])
     drift = importance.merge_drift_sums(torch.stack([of_rank_0, of_rank_1]))
@@ -75,14 +78,21 @@ DRIFTS: dict[str, tuple[list[float], list[float], list[int], float]] = {
 
 @pytest.mark.parametrize("name", DRIFTS)
 def test_a_token_without_a_log_probability_is_left_out_or_counts_as_infinite_drift(name):
-    """It is left out if it was not requested of the engine, and infinite if it is no number."""
+    """A token that the engine was not asked for (NaN) is left out of the mean drift.
+
+    A value of the policy or the engine that is no number makes the drift infinite, and so does an
+    engine that has scored none of the tokens.
+    """
     trainer, engine, mask, mean = DRIFTS[name]
     sums = drift_sums(trainer, engine, mask)
     assert importance.merge_drift_sums(sums[None]).mean == mean
 
 
 def test_the_message_says_how_far_where_and_why():
-    """Its sums are 5 nats over 2 tokens, so drift is 2.5. Steps are counted from 1 in messages."""
+    """The message of too much drift has the step, the drift, the bound, and possible causes.
+
+    The sums are 5 nats over 2 tokens, so drift is 2.5. Steps are counted from 1 in messages.
+    """
     drift = importance.merge_drift_sums(torch.tensor([[5.0, 2.0, 4.0]]))
     message = importance.drift_message(drift, bound=0.3, step=6, checkpoint="out/checkpoint-6")
     assert "step 7" in message
@@ -94,7 +104,11 @@ def test_the_message_says_how_far_where_and_why():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None])
 def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for(value):
-    """vLLM gives NaN where weights overflow, and TRL's client reads that as None."""
+    """A log-probability of the engine that is no number counts as infinite drift and a ratio of 0.
+
+    vLLM gives NaN where weights overflow, and TRL's client reads that as None. `engine_logp` makes
+    it differ from the NaN of a token that the engine was not asked for.
+    """
     logp = engine_logp(value)
     sums = drift_sums(trainer=[-1.0, -1.0], engine=[logp, -1.0], mask=[1, 1])
     assert importance.merge_drift_sums(sums[None]).mean == math.inf
@@ -123,10 +137,11 @@ RATIOS = {
 
 @pytest.mark.parametrize("mode", RATIOS)
 def test_the_importance_ratio_by_hand(mode):
-    """Row 0 has the ratios 8 and 0.5, so their product is 4. Its third token is masked.
+    """A ratio above the bound of 2 becomes 2 in the "truncate" modes, and 0 in the "mask" modes.
 
-    Row 1 has the ratios 0.25 and 1. Its first token has no log-probability of the engine, so its
-    ratio is 1. The bound is 2: above it "truncate" gives 2, and "mask" gives 0.
+    Row 0 has the ratios 8 and 0.5, so their product is 4. Its third token is masked. Row 1 has the
+    ratios 0.25 and 1. Its first token has no log-probability of the engine, so its ratio is 1. The
+    "sequence" modes give one ratio for each row, the product of those of its tokens.
     """
     logps_BC = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
     sampling_BC = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
@@ -143,7 +158,11 @@ def test_the_importance_ratio_by_hand(mode):
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
-    """The engine has seen another image in row 1, so its tokens have no score and no metric."""
+    """A ratio outside of the run's bounds, 0.3 and 2, is 0; metrics are of compared tokens alone.
+
+    Row 0 has the ratios 8, 0.5 and 0.25, and a masked token. In row 1 the engine has seen another
+    image, so its tokens have no score (NaN), their ratio is 1, and no metric counts them.
+    """
     keys: dict[str, Any] = {
         "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_min": 0.3,
@@ -191,7 +210,10 @@ def ratio_sums_of_rank(engine_logps: list[list[float]], mask: list[list[int]]) -
 
 
 def test_metrics_of_the_ratio_are_over_tokens_and_not_over_ranks():
-    """The second rank has one token, whose difference and ratio are larger."""
+    """Metrics of the ratio are means over the tokens of all ranks, here three and one.
+
+    The one token of the second rank has a larger difference and a larger ratio.
+    """
     log_2 = math.log(2)
     of_rank_0 = ratio_sums_of_rank([[0.0, 0.0, -log_2]], mask=[[1, 1, 1]])
     of_rank_1 = ratio_sums_of_rank([[-3 * log_2, -9.0, -9.0]], mask=[[1, 0, 0]])
@@ -208,7 +230,11 @@ def test_metrics_of_the_ratio_are_over_tokens_and_not_over_ranks():
 
 
 def test_a_rank_that_can_compare_nothing_does_not_lower_the_metrics_of_the_others():
-    """Its rollouts have seen other images, so that the engine's scores are missing."""
+    """A rank without any score of the engine has no weight in the metrics of the ratio.
+
+    Its rollouts have seen other images, so that the scores are missing (NaN). If no rank has one,
+    the metrics are NaN.
+    """
     of_rank_0 = ratio_sums_of_rank([[math.nan, math.nan]], mask=[[1, 1]])
     of_rank_1 = ratio_sums_of_rank([[-1.0, -1.0]], mask=[[1, 1]])
     for metric in importance.merge_ratio_sums(torch.stack([of_rank_0, of_rank_1])):

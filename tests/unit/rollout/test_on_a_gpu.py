@@ -31,7 +31,10 @@ def test_flashinfer_is_not_asked_for_a_sampler_that_no_rollout_uses(monkeypatch)
 
 
 def test_a_float32_engine_multiplies_in_float32(monkeypatch):
-    """Triton would multiply in TF32, which is less exact, if no environment variable forbade it."""
+    """A float32 engine sets the environment variable that keeps Triton from multiplying in TF32.
+
+    TF32 is less exact. For other dtypes, and where the user has set it, the variable stays.
+    """
     knobs = pytest.importorskip("triton.knobs")
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     for dtype in ("bfloat16", "torch.float16"):
@@ -76,7 +79,10 @@ def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
 
 
 def test_a_gpu_without_free_memory_is_refused_before_weights_are_loaded(monkeypatch):
-    """The engine takes 0.65 of 80 GiB, 52 GiB. Free are 60 GiB, which is enough, and then 40."""
+    """A card with less free memory than the colocated engine takes is refused in one line.
+
+    The engine takes 0.65 of 80 GiB, 52 GiB. Free are 60 GiB, which is enough, and then 40.
+    """
     config: Any = SimpleNamespace(
         has_colocated_engine=True,
         use_cpu=False,

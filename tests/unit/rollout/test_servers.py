@@ -44,7 +44,7 @@ from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from tests.support.sampling_requests import sampling_requests
 from tests.support.step_context import step_context
 
-IMAGE = 290
+IMAGE = 290  # the id of the image token
 VOCABULARY = 300  # of the fake servers, and of the policy
 SAMPLING_ATTRIBUTES: dict[str, Any] = {
     "temperature": 1.0,
@@ -381,7 +381,10 @@ def engine_with_lora_servers(servers: list[FakeVLLMServer], folder: Path) -> Ado
 def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     servers, tmp_path, capsys
 ):
-    """Each sync sends the adapter under a new name, and requests ask for that name."""
+    """Servers with LoRA get the adapter without the base model, and sample by the newest one.
+
+    Each sync sends it under a new name, the name of its folder, and requests ask for that name.
+    """
     engine = engine_with_lora_servers(servers, tmp_path / "w")
 
     assert (
@@ -411,7 +414,11 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
 def test_a_server_with_lora_that_was_started_again_has_no_adapter_until_the_next_sync(
     servers, tmp_path, capsys
 ):
-    """The others sample meanwhile. One that was started without LoRA is left out."""
+    """A server that has lost its adapter by a restart is used again from the next sync on.
+
+    The other one samples meanwhile. If it was started again without LoRA, the sync says with which
+    options it has to be started.
+    """
     engine = engine_with_lora_servers(servers, tmp_path / "w")
     requests = requests_of_groups(2)
     engine.sync_weights()
@@ -489,9 +496,10 @@ def sampler_ahead(
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     servers, tmp_path, monkeypatch, capsys
 ):
-    """Syncs and requests of later steps wait in a queue while servers sample, weights as files.
+    """Jobs of later steps wait in a queue while servers sample, and leave no files behind.
 
-    A server that was started again meanwhile is left out until all weights are written once more.
+    Syncs and requests are done in order; the weights of a sync wait as files. A server that was
+    started again meanwhile is left out until all weights are written once more.
     """
     state = TrainerState()
     ahead = sampler_ahead(servers, tmp_path / "w", state)
@@ -540,9 +548,10 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
 
 
 def test_after_a_failure_of_servers_that_sample_ahead_every_later_job_fails_too(servers, tmp_path):
-    """Its requests would be sampled by weights that never came, also if servers are back.
+    """All jobs after a failed one end with its error, also if the servers are back.
 
-    Each job has the error of the first one that failed.
+    A run that is ahead of the policy queues syncs and requests. The requests of a later job would
+    be sampled by weights that never came.
     """
     state = TrainerState()
     ahead = sampler_ahead(servers, tmp_path / "w", state)
@@ -575,7 +584,10 @@ def gather_three_tensors(gathered_names: list[str] | None = None) -> Iterator[tu
 
 
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(tmp_path):
-    """A folder that cannot be written is one line, after all tensors have been gathered."""
+    """A sync into a folder that cannot be written ends in one line, after gathering all tensors.
+
+    Other ranks take part in gathering each tensor, and would wait for a rank that stopped earlier.
+    """
     (tmp_path / "file").write_text("")
     folder_below_file = tmp_path / "file" / "w"
     files = WeightFiles(folder_below_file, tmp_path)
@@ -593,7 +605,11 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(t
 def test_a_sync_deletes_the_weights_that_a_killed_run_has_left_and_nothing_else(
     tmp_path, monkeypatch
 ):
-    """An earlier start of the same run is known by the start of its folder's name."""
+    """A sync deletes the folder of an earlier start of the same run, known by its name's start.
+
+    Here the earlier start was killed, so no process holds the lock in its folder. A folder of
+    another program stays.
+    """
     monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)  # a file each
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).write(gather_three_tensors()) as folder:
@@ -613,7 +629,10 @@ def test_a_sync_deletes_the_weights_that_a_killed_run_has_left_and_nothing_else(
 
 
 def test_a_folder_for_weights_that_was_there_stays_with_its_owners_rights(tmp_path):
-    """A sync deletes the folder that it has made alone."""
+    """A folder that was there before a sync stays, with its rights.
+
+    The sync deletes only the folder that it has made inside it.
+    """
     shared = tmp_path / "w"
     shared.mkdir()
     shared.chmod(0o700)
@@ -634,9 +653,10 @@ def test_a_folder_for_weights_that_was_there_stays_with_its_owners_rights(tmp_pa
 def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
     tmp_path, mode_of_shared, mode_of_folder, mode_of_files
 ):
-    """Weights lie in a folder of their own, inside a shared one.
+    """The group of a set-group-id folder may read the weights; else their user alone may.
 
-    `mode_of_shared`: the rights of the shared folder if the user has made it; None: there is none.
+    Weights lie in a folder of their own, inside a shared one. `mode_of_shared`: the rights of the
+    shared folder if the user has made it; None: there is none.
     """
     shared = tmp_path / "w"
     if mode_of_shared is not None:
@@ -676,9 +696,8 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(servers, tmp_path, capsys):
     """A sync goes on without a server whose replies are nonsense, and the next one takes it back.
 
-    Of two fake servers the second replies nonsense, first to GET requests and then to POST requests.
-    `get_reply` makes a fake server's reply to a GET request,
-    and `post_reply` to a POST.
+    Of two fake servers the second replies nonsense, first to GET requests and then to POST
+    requests. `get_reply` makes a fake server's reply to a GET request, and `post_reply` to a POST.
     """
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     reply_to_get = servers[1].get_reply
@@ -700,7 +719,10 @@ def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(servers, tmp_path,
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     servers, tmp_path, monkeypatch, capsys
 ):
-    """Servers have 0.3 seconds to answer here, and the second one is silent for longer."""
+    """A sync goes on without a server that accepts the connection and does not answer in time.
+
+    Servers have 0.3 seconds to answer here, and the second one is silent for longer.
+    """
     short_timeouts = Timeouts(connect_s=5.0, answer_s=0.3)
     monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short_timeouts)
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
@@ -716,7 +738,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     servers, tmp_path, monkeypatch, capsys
 ):
-    """Its groups are sampled by the other server, with the same results.
+    """The groups of a server that hangs are sampled by the other one, with the same results.
 
     A server gets one request at a time here, and has one second to answer.
     """
@@ -743,9 +765,10 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """Requests hang in daemon threads, which Python does not join when the main thread ends.
+    """A process whose requests hang ends all the same: they are in daemon threads.
 
-    The process would not end in time if they ran in an executor.
+    Python does not join these when the main thread ends. It would join the threads of an executor,
+    so the process would not end in time.
     """
     script = """
 from threading import Event, Thread
@@ -764,9 +787,10 @@ assert asked.wait(60)
 def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(
     servers, tmp_path, capsys
 ):
-    """Its log-probabilities are those after `top_p` and the like, not the policy's own.
+    """A server whose option `--logprobs-mode` is wrong is named in one line, again after a restart.
 
-    The line comes with the sync, since output while the model is loaded goes into a file.
+    Its log-probabilities are those after `top_p` and the like, not the policy's own. The line comes
+    with the sync, since output while the model is loaded goes into a file.
     """
     servers[1].logprobs_mode = "processed_logprobs"
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
@@ -783,7 +807,10 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
 def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
     servers, tmp_path, capsys
 ):
-    """The first rank leaves it out after `answer_s`, before the other ranks stop waiting."""
+    """A sync leaves out a server that has not read the weights after `answer_s` seconds.
+
+    The first rank does so before the other ranks stop waiting for it.
+    """
     engine = engine_with_servers(servers, tmp_path / "w", small_policy(), answer_s=1.0)
     reply_to_post = FakeVLLMServer.post_reply
     may_answer = Event()
@@ -798,7 +825,10 @@ def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
 
 
 def test_servers_that_cannot_be_used_are_named_at_the_start(servers):
-    """One refuses connections, and one was started without vLLM's development mode."""
+    """The start of a run names a server that refuses connections or allows no weight sync.
+
+    vLLM allows the sync in its development mode alone.
+    """
     with pytest.raises(
         EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"
     ):
@@ -810,7 +840,7 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(servers):
 
 
 def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(servers, monkeypatch):
-    """The password stands in the address, and no error has it.
+    """User and password of a server's address are sent as its login, and no error has them.
 
     The server answers; is not there; or stands behind a proxy, which answers with errors alone.
     """
@@ -821,7 +851,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(server
     assert server.base_url == servers[0].url
     assert servers[0].logins == {basic}
     config = SimpleNamespace(vllm_server_base_url=address)
-    assert server_context_length(config) == 4096
+    assert server_context_length(config) == 4096  # the default of the fake server
     assert servers[0].logins == {basic}
     # The second fake server plays a proxy.
     monkeypatch.setenv("http_proxy", servers[1].url)

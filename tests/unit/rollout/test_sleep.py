@@ -211,7 +211,10 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, 
 
 
 def test_the_engine_sleeps_also_where_the_batches_end_in_an_error(engine):
-    """The policy needs the engine's memory when the run saves its last checkpoint, for example."""
+    """An error while a generation is sampled puts the engine to sleep before it is raised.
+
+    The policy needs the engine's memory when the run saves its last checkpoint, for example.
+    """
     with pytest.raises(RuntimeError), sampling_generation(engine):
         engine.sample(REQUESTS)
         raise RuntimeError
@@ -236,7 +239,10 @@ def test_the_engine_sleeps_after_each_batch_where_the_policy_makes_a_pass_betwee
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
-    """Several parts of a step may ask for the sync, as sampling ahead and the drift check do."""
+    """A second request for a sync in the same step sends nothing.
+
+    Several parts of a step may ask for it, as sampling ahead and the drift check do.
+    """
     state = TrainerState()
     images = cast("Any", SimpleNamespace(cache=None))
     sampler = VLLMSampler(step_context(state=state), images, engine)
@@ -247,7 +253,7 @@ def test_the_weights_of_a_step_are_synced_once(engine):
 
 
 def test_without_sleep_mode_nothing_sleeps(engine):
-    """The engine is asked for rollouts, and for nothing else."""
+    """Without sleep mode the engine is neither woken nor put to sleep: it only samples."""
     engine.enable_sleep_mode = False
     engine._llm_weights_sleeping = False
     with sampling_generation(engine):
@@ -262,7 +268,11 @@ def llm_with_runner(runner: object) -> Any:
 
 
 def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
-    """The objects are of vLLM's own classes, made without their constructors, which need a GPU."""
+    """A wake-up zeroes the positions that model runner V2 zeroes only when it is built.
+
+    Sleep has discarded their memory, so anything may be in it. The objects are of vLLM's own
+    classes, made without their constructors, which need a GPU.
+    """
     runner = object.__new__(RunnerV2)
     state = object.__new__(DefaultModelState)
     rope = object.__new__(RopeState)
@@ -278,9 +288,10 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
-    """Features of images are added in the first layers, from a buffer for nine tokens here.
+    """A wake-up zeroes the buffers from which Qwen3-VL's first layers add features of images.
 
-    A step without an image adds what it finds there to every token, and NaN would spoil all.
+    They have room for nine tokens here. A step without an image adds what it finds there to every
+    token, and NaN would spoil all.
     """
     runner = object.__new__(CPUModelRunner)
     model = object.__new__(Qwen3VL)
@@ -294,7 +305,10 @@ def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
 
 
 def test_the_model_runner_is_told_by_its_class():
-    """vLLM has two model runners, V1 and V2. The doctor prints which one an engine has."""
+    """The version of vLLM's model runner, V1 or V2, is read from its class.
+
+    The command `doctor` prints it; for V2 it also says which environment variable chooses V1.
+    """
     assert runner_version(llm_with_runner(object.__new__(RunnerV2))) == "V2"
     assert runner_version(llm_with_runner(object.__new__(CPUModelRunner))) == "V1"
     for version, hint in [

@@ -125,9 +125,10 @@ def test_after_the_first_sync_an_engine_equals_one_that_read_the_checkpoint(
 def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
     tmp_path, monkeypatch
 ):
-    """A sleeping engine gets all weights at each sync, so it need not read the checkpoint.
+    """An engine with sleep mode is built without weights, unless its checkpoint copies a tied head.
 
-    Where a checkpoint has a copy of the tied head, vLLM has to read both before it ties them.
+    Such an engine gets all weights at each sync, so it need not read the checkpoint. Where that has
+    a copy of the tied head, vLLM has to read both before it ties them.
     """
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)

@@ -38,9 +38,10 @@ def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
     ],
 )
 def test_an_answer_of_a_batch_is_cut_where_a_string_is_first_complete(ids, length) -> None:
-    """Transformers goes on sampling, so an answer is cut behind the token that completes a string.
+    """An answer is cut behind the token that first completes a stop string.
 
-    That token is then the last one, by which others see why the answer has ended.
+    Transformers goes on sampling the answers of a batch until all have ended. That token is then
+    the last one, by which others see why the answer has ended.
     """
     strings = ("</answer>", "\n\n")
     assert cut_behind_stop_string(ids, strings, decode) == length

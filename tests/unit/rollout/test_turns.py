@@ -161,10 +161,11 @@ def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishRea
 
 
 def test_a_server_that_stops_at_its_context_has_not_ended_the_answer():
-    """A server does not say why it stops, so it is concluded from the numbers of tokens.
+    """A completion without an end that fills a server's context counts as cut off there.
 
-    In the first case the prompt and three tokens fill the context of 13. In the second there is
-    room for one more, so the server has stopped for another reason.
+    A server does not say why it stops, so it is concluded from the numbers of tokens. In the first
+    case the prompt of 10 and three tokens fill the context of 13. In the second there is room for
+    one more, so the server has stopped for another reason.
     """
     assert reason_of_server([5, 6, 5], context=13) is FinishReason.CONTEXT
     assert reason_of_server([5, 6, 5], context=14) is FinishReason.STOP
@@ -235,6 +236,7 @@ def test_no_turn_of_a_policy_ends_a_run():
             step=4,
             seed=f"7/{number}",
         )
+        # It goes on with an answer (""), or has no room for one, or has called no tool.
         assert after.finish_reason in ("", "room", "stop")
         rollouts_with_calls += bool(after.calls)
         for call in after.calls:
@@ -307,7 +309,11 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
 
 
 def test_tools_get_the_text_of_the_turn_all_images_and_a_seed_of_its_own():
-    """Only the last turn's text is sent, and the seed ends with the number of the turn."""
+    """A request to tools has the text of the last turn alone, and a seed with the turn's number.
+
+    At most two turns are answered, so the second request is the last one. The second rollout is
+    made of the first one's segments without its picture, so both requests have the prompt's image.
+    """
     tools = FakeTools("", Image.new("RGB", (28, 28)))
     first = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
     answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL + TURN_WITH_CALL, *first.segments))
@@ -320,10 +326,10 @@ def test_tools_get_the_text_of_the_turn_all_images_and_a_seed_of_its_own():
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
-    """A rollout ends by itself, with a call beyond the last turn, or where an answer has no room.
+    """A rollout has an end only if it ends by itself, whatever its last token is.
 
-    The room is `max_length`, or the engine's context. Only in the first case does the rollout have
-    an end, whatever its last token is.
+    It also ends with a call beyond the last turn that is answered, or where an answer has no room
+    in `max_length` or in the engine's context.
     """
     tools = FakeTools("x" * 20)
     stop_criteria = StopCriteria.from_config({END}, {}, TOKENIZER.decode)
@@ -438,10 +444,11 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture
 
 
 def test_all_rollouts_sample_a_turn_then_those_with_an_answer_the_next_one():
-    """The rollouts a, b and c have one, three and two turns of the policy.
+    """Each call samples the next turn of the rollouts that the tools have just answered.
 
-    A rank whose own rollouts have ended takes part until those of all ranks have. Here another rank
-    has five turns.
+    The rollouts a, b and c have one, three and two turns of the policy. A rank whose own rollouts
+    have ended takes part until those of all ranks have, with no request. Here another rank has five
+    turns.
     """
     turns_by_key = {"a": 1, "b": 3, "c": 2}
     keys_of_each_call = list[list[str]]()

@@ -64,7 +64,10 @@ class FakeRunner:
 
 
 def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(subtests):
-    """ZeRO-3 gathers one weight at a time and frees it, so the engine takes each at once."""
+    """The engine takes each weight before the next one is gathered, and keeps its values.
+
+    ZeRO-3 gathers one weight at a time and frees it. Here it is filled with NaN in place of that.
+    """
     for device in ("cpu", "cuda"):
         with subtests.test(device):
             events: list[str] = []
@@ -89,7 +92,10 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
 
 
 def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
-    """An engine with an old cache would answer with the keys and values of older weights."""
+    """An error is raised if vLLM does not clear its prefix cache after a sync.
+
+    Otherwise the engine would answer with the keys and values of older weights.
+    """
     cleared_caches: list[str] = []
     encoder = SimpleNamespace(reset_encoder_cache=lambda: cleared_caches.append("encoder"))
     reset_caches(SimpleNamespace(reset_prefix_cache=lambda: True, llm_engine=encoder))
@@ -138,7 +144,10 @@ def tensors_of_sync(
 
 
 def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
-    """The other weights are those that the engine has already."""
+    """With `changed_only` only weights with an adapter, and modules saved with it, are sent.
+
+    The engine has the other weights already.
+    """
     model, original = policy_and_original_weights(torch.float32, modules_to_save=["lm_head"])
     changed_tensors = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
     names = [name for name, _ in changed_tensors]
@@ -148,7 +157,10 @@ def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
 
 @pytest.mark.parametrize("lora_kind", LORA_OPTIONS_BY_KIND)
 def test_only_an_adapter_that_vllm_computes_whole_goes_alone(lora_kind):
-    """vLLM can add LoRA to linear layers. For any other kind merged weights are sent."""
+    """The adapter is sent alone only for three kinds of LoRA, which vLLM computes itself.
+
+    vLLM can add LoRA to linear layers. For any other kind merged weights are sent.
+    """
     options = dict(LORA_OPTIONS_BY_KIND[lora_kind])
     model, _ = policy_and_original_weights(
         torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options
@@ -318,7 +330,10 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
 
 
 def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
-    """The layer `q_proj` has a bias, to which the adapter's is added, and `o_proj` has none."""
+    """With `lora_bias` an adapter can be merged into a layer with a bias, and into no other.
+
+    The layer `q_proj` has a bias, to which the adapter's is added, and `o_proj` has none.
+    """
 
     def with_bias(target: str) -> PeftModel:
         config = LoraConfig(r=4, lora_bias=True, target_modules=[target])
@@ -330,7 +345,10 @@ def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):
-    """The towers and mergers of some have other layers: `linear_fc1` and `linear_fc2`."""
+    """An adapter of any family's model is merged in all parts: language, vision, projector.
+
+    The towers and mergers of some families have other layers: `linear_fc1` and `linear_fc2`.
+    """
     for family in set(TINY_FAMILIES) - {DEFAULT_FAMILY}:
         with subtests.test(family):
             model, original = policy_and_original_weights(
@@ -351,7 +369,10 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
 
 
 def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
-    """Merging an adapter and taking it out again, as TRL does, would round weights each time."""
+    """A sync leaves the policy's own weights unchanged, and every later sync sends the same.
+
+    Merging an adapter and taking it out again, as TRL does, would round weights each time.
+    """
     model, original = policy_and_original_weights(torch.bfloat16)
     first = tensors_of_sync(model)
     for _ in range(20):
@@ -374,9 +395,10 @@ def test_a_part_that_is_not_wanted_is_neither_merged_nor_sent():
 
 
 def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change():
-    """The adapter is in the language model and the vision tower, so a later sync sends only these.
+    """The first sync sends all merged weights, and a later one those that the adapter changes.
 
-    An engine that has discarded its weights in its sleep gets all again.
+    The adapter is in the language model and the vision tower. An engine that has discarded its
+    weights in its sleep gets all again.
     """
     model, original = policy_and_original_weights(torch.float32)
     merged = tensors_of_sync(model)
@@ -424,7 +446,10 @@ class FakeClient:
 
 
 def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
-    """vLLM makes its buffers by what is announced, and rebuilds a layer if any part comes."""
+    """A sync with a server announces exactly the tensors that it sends, and sends all each time.
+
+    vLLM makes its buffers by what is announced, and rebuilds a layer if any part of it comes.
+    """
     frozen = build_model(build_processor(["Find x."]).tokenizer)
     freeze(frozen, ["vision_tower"])
     for kind, model in {

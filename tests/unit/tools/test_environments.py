@@ -93,6 +93,7 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     reset_groups = environments.reset_for_groups(new_groups, 7, begins_generation=True)
     first_group, second_group, third_group = reset_groups
     first_rollout, second_rollout = first_group.rollouts
+    # `behind` is the random number that `reset` has drawn
     drawn_numbers = [group.rollouts[0].environment.behind for group in reset_groups]
 
     # The text of `reset` is appended to the prompt, also where it is a list of parts.
@@ -120,6 +121,7 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         "[3, 4]",
         "[5]",
     ]
+    # the reward is the number of doors that were opened
     assert environments.reward_function()(
         environments=[first_rollout.environment, second_rollout.environment], prompts=[]
     ) == [

@@ -59,10 +59,11 @@ PAD_TOKEN = 0
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
-    """The facts of four rollouts, of 3, 2, 0 and 2 tokens, are gathered in one call.
+    """A rollout was cut off unless its last token ends a turn, or it is empty.
 
-    They say for each rollout its length, whether it was cut off, and its words of reflection, such
-    as "wait". The last rollout has an end token that is not its last, so it was cut off.
+    The four rollouts have 3, 2, 0 and 2 tokens; the last one has an end token that is not its last.
+    Whether they were cut off is gathered in one call with their lengths, and their words of
+    reflection, such as "wait".
     """
     gathered_tensors = []
 
@@ -120,11 +121,11 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
-    """The tokens here are characters, and their ids the codes of these.
+    """An answer has ended if its last token is one to stop at, or completes the first stop string.
 
-    A stop string before the last token has not ended the answer: vLLM ignores it there where
-    `min_tokens` is set. A second one at the end does not count either. The token "!" ends an
-    answer.
+    An empty one has ended too. The tokens here are characters, with their codes as ids; "!" is a
+    token to stop at. A stop string before the last token has not ended the answer: vLLM ignores it
+    there where `min_tokens` is set. A second one at the end does not count either.
     """
     stop_criteria = StopCriteria.from_config(
         {0}, {"stop": "</a>", "stop_token_ids": [ord("!")]}, lambda ids: "".join(map(chr, ids))
@@ -171,9 +172,10 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
 def test_the_generation_config_of_the_model_does_not_change_how_rollouts_are_sampled(
     tmp_path, monkeypatch
 ):
-    """Without vLLM, Transformers would fill in what no key of the run sets, here `min_p`.
+    """Rollouts are sampled without the `min_p` of the model's `generation_config.json`.
 
-    The model that is saved keeps the setting in its `generation_config.json`.
+    Without vLLM, Transformers would fill in from that file what no key of the run sets. The model
+    that is saved keeps the setting.
     """
     folder = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     file = folder / "generation_config.json"
@@ -221,9 +223,11 @@ def test_the_surprisal_of_a_rollout_is_known_of_all_ranks():
 
 
 def test_the_net_claims_that_the_reward_steps_counts_reach_the_groups():
-    """Net claims are the new true claims of a rollout less its false ones, and at least 0.
+    """Groups and record get net claims from the claims that a reward has logged for each rollout.
 
-    The second problem has no figure, so nothing is counted there and its net claims are NaN.
+    Net claims are a rollout's new true claims less its false ones, and at least 0. The criterion
+    "working" compares groups by them. The second problem has no figure, so nothing is counted there
+    and its net claims are NaN.
     """
     one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
@@ -268,11 +272,11 @@ METHOD_CASES += [("canon", load_example("canon.py:Canon")()), ("adora", Adora(as
 def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(
     scale, aggregation, subtests
 ):
-    """A refilled generation is compared with one whose eight groups all had signal at once.
+    """A refilled generation gives what one gives whose eight groups all had signal at once.
 
     A refill replaces groups of equal rewards, which have no signal. One group of the first batch
-    has signal, and seven of the second have. Advantages, metrics and what a method such as DARO has
-    learned are to be equal.
+    has signal, and seven of the second have. Advantages, metrics and the state that a method such
+    as DARO keeps are equal.
     """
     with_signal = [0.5, 0.0, 0.0, 0.0]  # the rewards of a group
     without_signal = [0.5] * 4
@@ -330,9 +334,10 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
-    """Advantages are computed twice: when groups are assessed, and after a refill for the loss.
+    """Assessment and loss start from the same advantages of TRL, however rewards are scaled.
 
-    Both start from the same advantages of TRL, for every way of scaling and summing rewards.
+    Advantages are computed twice: when groups are assessed (`AdvantageComputer.assess`), and after
+    a refill for the loss (`compute`).
     """
     assessments = list[GroupAssessment]()
     final_advantages = list[Advantages]()
@@ -367,11 +372,13 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
     tmp_path, monkeypatch
 ):
-    """Every fourth problem has signal, so 1 to 3 of 8 groups have it before the refill.
+    """Loss, record and log agree on the advantages of a generation in which groups were replaced.
 
-    DAPO gives all groups with signal the same weight.
+    Every fourth problem has signal, so 1 to 3 of 8 groups have it before the refill. DAPO gives all
+    groups with signal the same weight.
     """
     learned_batches = record_learned_batches(monkeypatch)
+    # DAPO would mask out answers that are cut off at the run's limit of 4 tokens.
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
     trainer = train_one_step(
         tmp_path, signal_every=4, adora_rollouts=RolloutOptions(refill=2), **method
@@ -383,6 +390,7 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     assert (largest_P > 0).sum() > 3, "more groups have signal than before the refill"
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
+    # The 32 rollouts of the generation, and as many in each of the two rounds of the refill.
     assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
     recorded_by_number = dict(enumerate(record["advantage"].tolist()))
     learned_by_number = dict(
@@ -418,8 +426,7 @@ def train_one_step(
         folder: the `output_dir`.
         signal_every: 4: in every fourth problem the first reward function calls one of four
             rollouts right, so that the group has signal. With 1 that is so in every problem, and
-            the second
-            function gives rewards too.
+            the second function gives rewards too.
         model: the folder of the model.
         keys: further training arguments.
     """
@@ -538,7 +545,10 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 
 
 def test_the_log_has_the_metrics_of_adora_and_of_the_method():
-    """One of four rollouts is right; two have a word of reflection, in 100 tokens of all four."""
+    """The log has ADORA's metrics of all rollouts and the method's own, here `adora/own`.
+
+    One of four rollouts is right; two have a word of reflection, in 100 tokens of all four.
+    """
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
     facts = rollout_facts(
         torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -598,6 +608,7 @@ def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
     assert is_close[has_signal].all()
     advantages_without_signal = rollouts["advantage"][~has_signal]
     assert (advantages_without_signal == 0).all(), "a group of equal rewards teaches nothing"
+    # ADORA attenuates a group to the weight 0.1 by default.
     assert set(rollouts["weight"].astype(float).round(4)) == {0.1, 1.0}, (
         "the run has to have weights of both kinds"
     )
@@ -606,7 +617,10 @@ def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
-    """Rollouts that the loss did not get, since their group has no signal, are recorded with 0."""
+    """The record has the advantages that the loss got, and 0 for rollouts that it did not get.
+
+    The loss does not get groups without signal.
+    """
     rollouts = run.rollouts
     assert set(rollouts["step"]) == set(range(1, TINY_RUN_STEPS + 1))
     numbers = rollouts.groupby("step").cumcount()

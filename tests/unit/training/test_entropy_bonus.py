@@ -135,7 +135,10 @@ def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo"])
 def test_the_bonus_is_the_same_where_trl_divides_the_rows(loss):
-    """TRL's micro-batches have equally many rows, and are not ordered by length."""
+    """The bonus is that of the mean entropy over all tokens in TRL's own micro-batches too.
+
+    They have equally many rows, and are not ordered by length.
+    """
     keys: dict[str, Any] = {
         "loss_type": loss,
         "num_generations": 2,
@@ -149,7 +152,10 @@ def test_the_bonus_is_the_same_where_trl_divides_the_rows(loss):
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_the_loss_beside_the_bonus_is_divided_as_without_one(loss):
-    """The bonus is added to what the loss would be, to the last digit of float64."""
+    """The loss with the bonus has the same gradient in one micro-batch and in four.
+
+    The gradients agree to 1e-12, which is near the rounding of float64.
+    """
     four_parts: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
@@ -190,9 +196,11 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
 
 
 def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
-    """TRL divides its loss, and the bonus in it, by the step's 2 micro-batches.
+    """The policy loss that is logged is TRL's loss of a micro-batch without the entropy bonus.
 
-    The bonus is the mean entropy of 4 tokens: (1 + 2 + 3 + 6) / 4 = 3. The 9 stands at padding.
+    TRL divides its loss, and the bonus in it, by the step's 2 micro-batches. The sums are the loss
+    times the 4 tokens, and the tokens. The bonus is the coefficient times the mean entropy:
+    (1 + 2 + 3 + 6) / 4 = 3. The 9 stands at padding.
     """
     config = training_config(entropy_coef=COEFFICIENT, loss_type="dapo")
     micro_batch: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}

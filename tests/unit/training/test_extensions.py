@@ -149,7 +149,11 @@ def test_what_does_not_fit_is_named_in_one_line(user_folder):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    """The engine's log-probabilities are dropped, and all tokens count as stale."""
+    """A rollout for which the engine saw other images keeps none of the engine's log-probabilities.
+
+    All of its tokens count as stale, as if earlier weights had sampled them: none is compared with
+    the policy.
+    """
     request = SamplingRequest(
         prompt_ids=[1],
         images=[],
@@ -218,7 +222,10 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
 
 
 def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
-    """Their importance ratio is 1, and no metric counts them."""
+    """A rollout that saw other images has the importance ratio 1, and no metric counts it.
+
+    Here that is the second one, in which the engine is 3 nats off.
+    """
     measured = measure_drift([False, True])
     assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
     assert measured.ratio_BC[1].tolist() == [1.0, 1.0]
@@ -234,7 +241,10 @@ def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():
-    """An extension marks an image that it has changed with `PASSING`; no other rollout sees it."""
+    """An image that is marked with `PASSING` is processed, but not kept in the cache.
+
+    An extension marks so an image that it has changed for one rollout, which no other one sees.
+    """
     processor = Qwen2VLImageProcessor(min_pixels=784, max_pixels=3136)
     cache = ImageCache(2**20)
     settings = effective_settings(processor, {})

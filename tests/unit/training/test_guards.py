@@ -163,10 +163,10 @@ def two_deepspeed_steps(
 
 
 def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
-    """DeepSpeed skips steps itself, and only tells so after the step.
+    """Two steps that DeepSpeed has skipped in a row stop the run with a checkpoint.
 
-    The two steps stop the run unless its bound is three steps, it searches a loss scale, or the
-    gradients are finite.
+    DeepSpeed skips steps itself, and only tells so after the step. The run goes on if its bound is
+    three steps, if it searches a loss scale, or if the gradients are finite.
     """
     stopped = two_deepspeed_steps(math.inf, skipped=True)
     assert "2 steps in a row" in str(stopped.guard.reason)
@@ -196,7 +196,11 @@ def test_what_deepspeed_has_applied_is_not_saved():
 
 
 def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
-    """A ratio is the policy's probability of a token over that of the policy that sampled it."""
+    """The largest importance ratio of a row is that of its tokens, whatever stands at padding.
+
+    A ratio is the policy's probability of a token over that of the policy that sampled it. The
+    padding has the ratio 1, so no result is below 1.
+    """
     # (log-ratios of a row of two tokens and one of padding, the level, the largest ratio). The ratio
     # of a sequence is the exponential of the mean log-ratio of its tokens.
     cases = [
@@ -215,7 +219,11 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
 
 
 def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
-    """The old log-probabilities are 0, so the largest ratio is exp(log 4). The 9 stands at padding."""
+    """A largest ratio above the bound makes the loss NaN, and is told by the first pop alone.
+
+    The old log-probabilities are 0, so the largest ratio is exp(log 4) = 4. The 9 stands at
+    padding.
+    """
     mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])
     micro_batch: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
@@ -241,7 +249,10 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
 
 
 def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
-    """All ranks skip a step together. The other rank's largest ratio is 4, and this one's is 1."""
+    """A ratio above the bound on another rank makes the loss NaN here too, so all skip the step.
+
+    The other rank's largest ratio is 4, this one's is 1, and the bound is 3.
+    """
     log: dict[str, float] = {}
     two_ranks = SimpleNamespace(gather=lambda value: torch.cat([value, torch.tensor([4.0])]))
     guard = RatioGuard(step_context(log, accelerator=two_ranks, adora_max_ratio=3.0))
@@ -255,7 +266,10 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
 
 
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
-    """The engine's log-probabilities are 0.5 nats off at each token. The 50 stands at padding."""
+    """A drift above `adora_max_drift` stops the run with a checkpoint, and one below is logged.
+
+    The engine's log-probabilities are 0.5 nats off at each token. The 50 stands at padding.
+    """
     batch: Batch = {
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "old_per_token_logps": torch.tensor([[-1.0, -2.0], [-3.0, 50.0]]),
@@ -275,10 +289,11 @@ def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp
 
 
 def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
-    """Earlier weights, which are far from the policy, sampled four of the six tokens.
+    """Drift leaves out the tokens that earlier weights have sampled (`stale_tokens` of a row).
 
-    These four are the first token of the first row, and all tokens of the second. So drift is 9 nats
-    at them, and 0.1 at the other two.
+    Earlier weights, which are far from the policy, sampled four of the six tokens. These four are
+    the first token of the first row, and all tokens of the second. The engine is 9 nats off at
+    them, and 0.1 at the other two.
     """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
@@ -330,7 +345,10 @@ def raised_in_step_7(
 
 
 def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
-    """The checkpoint is the newest one, else the one from which the run began, else none."""
+    """An error in a step becomes one line: the step, the cause, and the checkpoint to go on from.
+
+    The checkpoint is the newest one, else the one from which the run began, else none.
+    """
     with pytest.raises(EngineError) as engine, engine_call("generate"):
         raise ValueError("the core died\nat once")
     error = raised_in_step_7(engine.value, saved_at=5)
@@ -355,9 +373,10 @@ def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
 
 
 def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests):
-    """`@contextmanager` would hand a StopIteration on as it was raised, in place of our error.
+    """A StopIteration of the engine becomes an `EngineError` too, with the step in its line.
 
-    It takes a RuntimeError whose cause is a StopIteration for the one that Python makes where a
+    `@contextmanager` would hand a StopIteration on as it was raised, in place of our error. It
+    takes a RuntimeError whose cause is a StopIteration for the one that Python makes where a
     generator lets a StopIteration out.
     """
     for kind in (StopIteration, StopAsyncIteration):
@@ -382,9 +401,12 @@ def with_cause(error: Exception) -> Exception:
 
 
 def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, subtests):
-    """The line is printed by one rank only, and names it where the error is of that rank alone."""
-    # (the error, the rank that raises it, the lines that this rank prints). All ranks meet an error
-    # without a cause, so the first one alone prints it. One with a cause is of one rank.
+    """An error ends a run with exit code 1 and one line, which one rank alone prints.
+
+    All ranks meet an error without a cause, so the first one alone prints it. One with a cause is
+    of a single rank, which prints the line and is named in it.
+    """
+    # (the error, the rank that raises it, the lines that this rank prints)
     cases: list[tuple[Exception, str, list[str]]] = [
         (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
         (RunError("step 3: stop"), "1", []),
@@ -421,7 +443,10 @@ def dataset_of_images(*stored_images: dict[str, Any]) -> Dataset:
 
 
 def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_path):
-    """An image is whole, truncated, no image, or a file that is deleted later."""
+    """Rows with unreadable images are refused in one line: the first one's name, and how many more.
+
+    The images here are whole, truncated, no image, and a file that is deleted later.
+    """
     png = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
     deleted_file = tmp_path / "deleted.png"
     deleted_file.write_bytes(png)
@@ -450,7 +475,10 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
 
 
 def test_user_code_that_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
-    """An environment's `reset`, for example, is a user's code."""
+    """A `UserError` of code that begins a rollout ends the run with the step and a checkpoint.
+
+    An environment's `reset`, for example, is a user's code.
+    """
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     with guard.ending_run_on_user_error(6):
         pass
@@ -468,7 +496,10 @@ def save_on_a_full_disk(folder: Path) -> None:
 
 
 def test_errors_of_torch_and_safetensors_about_a_full_disk_are_recognised(tmp_path):
-    """Both raise errors without the system's number ENOSPC, so their texts are compared."""
+    """`disk_is_full` knows the errors of torch and safetensors about a full disk by their texts.
+
+    Both raise errors without the system's number ENOSPC.
+    """
     with pytest.raises(RuntimeError) as error:
         save_on_a_full_disk(tmp_path)
     assert disk_is_full(error.value), str(error.value)
@@ -482,7 +513,7 @@ def test_errors_of_torch_and_safetensors_about_a_full_disk_are_recognised(tmp_pa
 def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
     monkeypatch, capsys, tmp_path
 ):
-    """It says the step, what to do, and from where the same command goes on."""
+    """An error about a full disk becomes one line: rank, step, what to do, and the checkpoint."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -501,9 +532,11 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
 
 
 def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_sampled(tmp_path):
-    """A streamed data set is not checked before the run, so each generation checks its own prompts.
+    """A prompt with control tokens in its text, or with a picture inside its messages, is refused.
 
-    A prompt may not have control tokens of the model in its text, or a picture inside its messages.
+    A streamed data set is not checked before the run, so each generation checks its own prompts.
+    The row "b" is fine: a plain text may have tokens that mark turns, since its user has applied
+    the chat template already. It must not have those of pictures.
     """
     guard = GenerationGuard(
         step_context(save_now=lambda: tmp_path), control_tokens=("<|im_end|>", "<end>")

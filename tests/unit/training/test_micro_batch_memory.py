@@ -70,10 +70,11 @@ def sizes_on_ranks(count: int) -> st.SearchStrategy[list[list[SubgroupSize]]]:
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     ranks, max_subgroups, activation_memory, shares_prompts
 ):
-    """The memory holds on every rank, whatever the lengths and however many layers are recomputed.
+    """A micro-batch with more than `max_subgroups` subgroups needs at most the planned memory.
 
-    A micro-batch has `max_subgroups` subgroups without filling, whatever memory they need. Memory is
-    planned for so many subgroups with the longest prompt, and with answers as long as they may be.
+    Memory is planned for `max_subgroups` subgroups with the longest prompt, and with answers as
+    long as they may be. It suffices on every rank, whatever the lengths and however many layers are
+    recomputed. A micro-batch has at least `max_subgroups`, but the last one may have fewer.
     """
     count = len(ranks[0])
     micro_batches = micro_batch_memory_of_3b(
@@ -94,9 +95,9 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
 
 
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
-    """Memory is planned for one group whose answers are as long as they may be.
+    """Three groups of real lengths fit into a micro-batch that is planned for one.
 
-    Three groups of real lengths take no more than that.
+    Memory is planned for one group whose answers are as long as they may be.
     """
     groups = [subgroup_of_lengths(1079, ANSWER_LENGTHS)] * 12
     assert [len(part) for part in micro_batch_memory_of_3b().split([groups], range(12), 1)] == [
@@ -121,12 +122,13 @@ def test_ranks_cut_at_the_same_positions():
 
 
 def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
-    """Groups with measured lengths of answers fill micro-batches on ranks with sharded weights.
+    """Groups of measured lengths fill fewer micro-batches, and ranks wait at most a tenth longer.
 
-    The figures are relative: to the number of micro-batches without filling, and to the time of
-    ranks that never wait.
+    Each micro-batch gathers the sharded weights once. The figures are relative: to the number of
+    micro-batches without filling, and to the time of ranks that never wait.
     """
-    # By `max_completion_length`, of the 3B and of the 7B recipe: the share of micro-batches.
+    # The bound on the share of micro-batches by `max_completion_length`, that of the 3B recipe and
+    # that of the 7B recipe.
     bounds = {2048: 0.4, 4096: 0.2}
     for case in MEASURED_CASES:
         generation = simulate_filled(case, trials=5)
@@ -144,6 +146,7 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
     padded = micro_batch_memory_of_3b(shares_prompts=False).split(
         [subgroups], range(6), max_subgroups=1
     )
+    # The long group alone, then the short ones two by two.
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
     packed = micro_batch_memory_of_3b().split([subgroups], range(6), max_subgroups=1)
     assert [len(positions) for positions in packed] == [1, 5]
@@ -173,8 +176,9 @@ def test_the_planned_pass_is_that_of_the_dry_run():
 
 
 def test_sizes_of_subgroups_by_hand():
-    """The first subgroup has a prompt of two tokens and an image, the second one of three and none.
+    """The size of a subgroup is read from the masks, completion lengths and images of its rows.
 
+    The first subgroup has a prompt of two tokens and an image, the second one of three and none.
     Where vision is not shared, the image of eight patches counts once for each of its two rows.
     """
     rows_on_cpu = RowsOnCpu(

@@ -47,11 +47,11 @@ GROUP_LETTERS = "abcdefgh"  # of the images of eight groups
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
-    """Rows may move between the micro-batches of one optimizer step.
+    """Rows may move between the micro-batches that one generation has in one optimizer step.
 
-    Where steps and generations do not divide each other, no micro-batches are merged. With four
-    micro-batches a generation and six a step, for example, the second generation is learned from in
-    two steps. So it needs the old log-probabilities.
+    With four micro-batches a generation and six a step, for example, steps and generations do not
+    divide each other, so no rows may move. The second generation is then learned from in two steps,
+    so the policy of the second step is no longer the one that sampled.
     """
     # (steps_per_generation, num_iterations, gradient_accumulation_steps): (micro-batches among which
     # rows may move, whether a generation has one optimizer step)
@@ -128,7 +128,10 @@ UNIT_SIZES = [
 
 @pytest.mark.parametrize(("rows", "generations", "subgroup"), UNIT_SIZES)
 def test_a_subgroup_is_what_fits_a_micro_batch_of_a_group(rows, generations, subgroup):
-    """It is the largest part that divides both the rows of a micro-batch and those of a group."""
+    """The rows of a subgroup are the greatest common divisor of those of micro-batch and group.
+
+    A micro-batch then holds whole subgroups, and a group consists of whole subgroups.
+    """
     assert subgroup_size(rows, generations) == subgroup
 
 
@@ -136,9 +139,11 @@ def test_a_subgroup_is_what_fits_a_micro_batch_of_a_group(rows, generations, sub
 def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     optimizer_steps, micro_batches, max_subgroups, extra_subgroups
 ):
-    """Empty micro-batches come first, so that the last one of each step has subgroups.
+    """All subgroups are planned in order, and the last micro-batch of each step has some.
 
-    `max_subgroups`: the most subgroups of a micro-batch. `extra_subgroups`: subgroups beyond one for each step.
+    A subgroup is a group of rollouts, or a part of one. Where there are too few of them, the empty
+    micro-batches come first in a step. `max_subgroups`: the most subgroups of a micro-batch.
+    `extra_subgroups`: subgroups beyond one for each step.
     """
     micro_batch_count = optimizer_steps * micro_batches
     # At least one subgroup a step, and no more than fit.
@@ -157,9 +162,9 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
 
 
 def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass():
-    """Two groups of two rollouts have prompts of two and of three tokens.
+    """A subgroup counts its prompt once where the pass shares it, else once for each rollout.
 
-    The policy's pass computes a shared prompt once for a group, and else once for each rollout.
+    The two groups of two rollouts here have prompts of two and of three tokens.
     """
     prompts = torch.tensor([2, 2, 3, 3])
     answers = torch.tensor([1, 4, 2, 2])
@@ -171,10 +176,11 @@ def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass():
 def test_ranks_find_subgroups_of_the_same_place_by_length_in_each_micro_batch(
     steps, subgroups_per_step, rng
 ):
-    """A rank's longest subgroup comes at the same time as those of all other ranks, and so on.
+    """Ranks learn from their longest subgroups at the same time, then from the second longest.
 
-    All ranks draw with the same seed. It is not the number of a subgroup that decides when it comes,
-    but its position when the subgroups are ordered by length: 0 is the longest.
+    All ranks draw the order with the same seed. It is not the number of a subgroup that decides
+    when it comes, but its position when the rank's subgroups are ordered by length: 0 is the
+    longest.
     """
     count = steps * subgroups_per_step
     length_positions_by_rank = []
@@ -193,8 +199,8 @@ def test_ranks_find_subgroups_of_the_same_place_by_length_in_each_micro_batch(
 def test_the_steps_on_a_generation_see_subgroups_of_all_lengths():
     """Each of four steps on a generation learns from two of eight subgroups, drawn by the seed.
 
-    Subgroup 0 has 0 tokens, and subgroup 7 has 7. If the first step got the longest subgroups, it would always
-    begin with subgroup 7.
+    Subgroup 0 has 0 tokens, and subgroup 7 has 7. If the first step got the longest subgroups, it
+    would always begin with subgroup 7.
     """
     tokens_by_subgroup = range(8)
     orders = set()
@@ -259,7 +265,10 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
 
 
 def test_a_batch_of_empty_completions_keeps_two_columns():
-    """TRL would take one column for values of whole answers, and count answers without a token."""
+    """Where all completions are empty, two of their columns of padding are kept.
+
+    TRL would take a single column for values of whole answers, and count answers without a token.
+    """
     batch = batch_of_three_rollouts()
     batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
     assert without_padding_columns(batch)["completion_ids"].shape == (3, 2)
@@ -280,7 +289,10 @@ SLOT_CASES = [
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, refill_has_signal, slots, groups
 ):
-    """A generation has so many slots for groups; further groups were sampled to fill them."""
+    """A further group with signal takes the slot of one without; free slots are filled first.
+
+    A generation has `slots` places for groups.
+    """
     assert fill_slots(has_signal, refill_has_signal, slots) == groups
 
 
@@ -378,7 +390,7 @@ def micro_batcher(
 
 
 def batch_of_eight_groups(banks: ImageBanks, letters_with_signal: str) -> Batch:
-    """Return eight groups of two rollouts, of which those of the letters in `live` have signal.
+    """Return eight groups of two rollouts, of which those in `letters_with_signal` have signal.
 
     Group "a" has the rollouts 0 and 1 and the image "a", and so on. Rollout n has n + 1 tokens. In
     a group with signal its advantage is n + 1 too, with a minus sign for the second rollout.
@@ -404,9 +416,10 @@ def rollout_numbers(micro_batches: list[Batch]) -> list[list[int]]:
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
-    """Four of eight groups have signal: b, d, e and g, whose rollouts get longer in this order.
+    """Groups with signal fill the last micro-batches, the longest first; no other group has a row.
 
-    They fill two of four micro-batches, which come last. Each row has its own advantage, tokens and
+    Four of eight groups have advantages other than 0: b, d, e and g, whose rollouts get longer in
+    this order. They fill two of four micro-batches. Each row has its own advantage, tokens and
     image.
     """
     banks = ImageBanks()
@@ -438,8 +451,9 @@ def image_letter(banks: ImageBanks, start: int) -> str:
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
-    """A rank with fewer micro-batches would leave the other waiting in a pass that gathers weights.
+    """A rank with fewer groups with signal than another also learns from some without signal.
 
+    With fewer micro-batches it would leave the other rank waiting in a pass that gathers weights.
     Here one group has signal (h, the rollouts 14 and 15), and five have on the other rank. So the
     four shortest groups without signal (rollouts 0 to 7) are learned from too.
     """
@@ -474,11 +488,13 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(
     letters_with_signal, rows, sizes, losses
 ):
-    """TRL takes a mean over the rows of a micro-batch, so the loss is multiplied by their share.
+    """With fewer rows than the others, a micro-batch has a loss that counts proportionally less.
 
-    A micro-batch of two rows in place of four, for example, counts half. Places that unfinished
-    rollouts leave free do not count: with 12 rollouts of 16 there are three micro-batches, and the
-    step's loss is still divided by four, so each of them counts 4/3 as much.
+    TRL takes a mean over the rows of a micro-batch, so here a mean of 3 is multiplied by the share
+    of its rows: `losses` are the products. A micro-batch of two rows in place of four, for example,
+    counts half. Places that unfinished rollouts leave free do not count: with 12 rollouts of 16
+    there are three micro-batches, and the step's loss is still divided by four, so each of them
+    counts 4/3 as much.
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
@@ -498,9 +514,10 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(
 
 
 def test_which_groups_are_learned_from_and_in_which_micro_batches(subtests):
-    """All groups are learned from where the loss has another term, or a key asks for it.
+    """Only groups with signal are learned from, unless the loss has another term or a key asks so.
 
-    Where no group has signal, each step learns from the shortest, which is the first one here.
+    Signal is an advantage other than 0. Where no group has it, each step learns from the shortest,
+    which is the first one here.
     """
     # (letters of the groups with signal, keys, rows of each micro-batch, how many rollouts, counted
     # from the first one, are learned from)
@@ -524,7 +541,10 @@ def test_which_groups_are_learned_from_and_in_which_micro_batches(subtests):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
-    """A row's weight in the step's loss does not depend on which rows share its micro-batch."""
+    """A row's weight in the step's loss does not depend on which rows share its micro-batch.
+
+    The 16 rows are cut into four micro-batches, or all are in one where memory allows it.
+    """
 
     def weights_of_rows(room: MicroBatchMemory | None, expected_count: int) -> dict[int, float]:
         """Return the weight of each rollout in the step's loss, by its number."""
@@ -545,6 +565,7 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
         return weights
 
     separate = weights_of_rows(None, expected_count=4)
+    # Memory is planned for answers of 64 tokens; those here have 16 at most, so all fit into one.
     filled = weights_of_rows(micro_batch_memory_of_3b(longest=64), expected_count=1)
     assert filled.keys() == separate.keys()
     for number, weight in separate.items():
@@ -597,8 +618,8 @@ def sources_and_targets(moves: list[SubgroupMove]) -> list[tuple[int, int]]:
 def test_moves_by_hand():
     """Subgroups move from ranks with many to ranks with few, until no rank would end earlier by it.
 
-    Rank 1 with four subgroups gives two of them to rank 0 with none, for example. `min_subgroups`: so many
-    subgroups a rank may have before any of them moves.
+    Rank 1 with four subgroups gives two of them to rank 0 with none, for example. `min_subgroups`:
+    so many subgroups a rank may have before any of them moves.
     """
     assert sources_and_targets(plan_moves(subgroups_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
     assert plan_moves(subgroups_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
@@ -615,7 +636,11 @@ def test_moves_by_hand():
 
 
 def test_a_long_subgroup_moves_to_where_it_meets_another_long_one():
-    """Ranks learn from their subgroups at the same time, and a short one waits for a long one."""
+    """Subgroups move such that the ranks learn from equally long ones at the same time.
+
+    Otherwise a rank with a short one waits for a rank with a long one. No subgroup moves where
+    those that come together are about equally long already.
+    """
     # For each rank the tokens of its subgroups, by their numbers.
     long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
     assert plan_moves(long_ones_on_one_rank) == [
@@ -629,10 +654,11 @@ def test_a_long_subgroup_moves_to_where_it_meets_another_long_one():
 
 
 def test_beside_the_longest_subgroup_goes_the_longest_that_is_left_on_any_rank():
-    """No other subgroup is as long as 100 tokens, but the 60 of the same rank come next to it.
+    """Beside the longest subgroup the other rank learns from the second longest, whoever has it.
 
-    Then the ranks learn from 100 and 60 tokens in the first round, from 60 and 30 in the second,
-    and from 30 and 30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
+    Here rank 0 has subgroups of 100, 60 and 60 tokens, and gives one of 60 away. Then the ranks
+    learn from 100 and 60 tokens in the first round, from 60 and 30 in the second, and from 30 and
+    30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
     """
     one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
     assert plan_moves(one_rank_has_the_long_ones) == [
@@ -643,11 +669,11 @@ def test_beside_the_longest_subgroup_goes_the_longest_that_is_left_on_any_rank()
 
 @pytest.mark.parametrize("case", DRAWN_CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
-    """The time of 8 ranks with 16 groups of 8 rollouts, relative to ranks that never wait.
+    """Ranks that wait for each other at each group wait least where groups move between them.
 
-    The less they wait, the nearer it is to 1: it is lowest where groups move between ranks, then
-    where each rank orders its groups by length, and highest where each rank shuffles them. The
-    bounds are what the simulation gives, rounded.
+    `simulate` gives the time of 8 ranks with 16 groups of 8 rollouts, relative to ranks that never
+    wait. It is nearest to 1 where groups move between ranks, larger where each rank only orders its
+    groups by length, and largest where it shuffles them. The bounds are what it gives, rounded.
     """
     assert simulate(case, move_groups, trials=20) <= 1.16
     assert simulate(case, order_by_length, trials=20) <= 1.36
@@ -689,7 +715,11 @@ def receive_nothing(plan: object, packed_subgroups: object, rank: int) -> list[A
 
 
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
-    """The passes of a frozen vision tower gather weights, so all ranks make them together."""
+    """If rollouts move between other ranks, this one runs its frozen vision tower again, too.
+
+    The tower's passes gather weights, so all ranks make them together. `may_have_new_images` asks
+    for the pass.
+    """
     banks = ImageBanks()
     batch = rank_batch(banks, images="abab", completion=2, first=0)
     banks.of_training().may_have_new_images = False
@@ -713,10 +743,10 @@ SIGNAL_OF_RANKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_
 
 @given(SIGNAL_OF_RANKS, st.sampled_from([1, 2, 3, 6]))
 def test_every_subgroup_with_signal_is_learned_from_once_on_one_rank(ranks, min_subgroups):
-    """The plan, the exchange and the choice of subgroups work together, whatever has signal.
+    """Each rollout with signal is learned from once, on the rank to which it moves or on its own.
 
-    A subgroup is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so
-    on.
+    The plan of moves, the exchange and the choice of subgroups are tested together. A subgroup is
+    one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so on.
     """
     tokens_by_rank = []
     for has_signal in ranks:
@@ -754,8 +784,8 @@ def test_every_subgroup_with_signal_is_learned_from_once_on_one_rank(ranks, min_
             exchange=exchange,
         )
 
-    # First all ranks send, since a rank may both give and get subgroups. They do so with copies of their
-    # banks, which are then as before.
+    # First all ranks send, since a rank may both give and get subgroups. They do so with copies of
+    # their banks, which are then as before.
     for rank in range(len(ranks)):
         rebalance_rank(rank, copy.deepcopy(banks[rank]), record_sent)
     results = [rebalance_rank(rank, banks[rank], deliver) for rank in range(len(ranks))]
@@ -771,10 +801,11 @@ def test_every_subgroup_with_signal_is_learned_from_once_on_one_rank(ranks, min_
 
 
 def test_all_columns_of_a_row_move_with_it_and_no_image_is_stored_twice():
-    """Rank 0 has rollouts 0 to 3 and no subgroup with signal; rank 1 has 10 to 13, two subgroups.
+    """A subgroup that moves takes along all columns of its rows, and images that the rank lacks.
 
-    The second subgroup of rank 1, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0,
-    which has "a" already. Its completions of three tokens make those of rank 0 wider by one.
+    Rank 0 has rollouts 0 to 3 and no subgroup with signal; rank 1 has 10 to 13, two subgroups. The
+    second one, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0, which has "a"
+    already. Its completions of three tokens make those of rank 0 wider by one.
     """
     banks = [ImageBanks(), ImageBanks()]
     batches = [

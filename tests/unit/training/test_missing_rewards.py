@@ -68,9 +68,10 @@ def summed_rewards(
 
 
 def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
-    """The judge has scored the first rollout of a group, and failed for the other three.
+    """Rollouts whose reward failed leave their group, and so does one that is left alone in it.
 
-    If the other three counted as 0, the first one would get an advantage that it has not earned.
+    The judge has scored the first rollout, and failed for the other three. If these counted as 0,
+    the first one would get an advantage that it has not earned.
     """
     facts = facts_of_rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert summed_rewards(facts) == [None] * 4
@@ -91,9 +92,10 @@ def test_rollouts_with_a_reward_are_compared_with_each_other_alone():
 
 
 def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_does_not_apply():
-    """The judge is silent on the whole first group, so its problem is of another task, as in TRL.
+    """A function that gives None to a whole group does not apply to it; else None is missing.
 
-    In the second group it scores three rollouts, so the fourth lacks its reward.
+    The judge is silent on the whole first group, so its problem is of another task, as in TRL. In
+    the second group it scores three rollouts, so the fourth lacks its reward and has none.
     """
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert summed_rewards(facts) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
@@ -205,21 +207,27 @@ def assert_equal_to_groups_of_six(name: str, options: Any, scale: str) -> None:
 
 
 def test_daro_learns_from_the_tokens_of_those_who_are_left():
-    """If the 1000 tokens of the two that have left counted, the loss would be much smaller."""
+    """DARO's loss of a group is over the tokens of the rollouts that have not left it.
+
+    If the 1000 tokens of the two that have left counted, the loss would be much smaller.
+    """
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN]])
     groups = Groups(
         rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
     )
     pipeline = AdvantagePipeline({"daro": METHODS["daro"]()})
     pipeline.compute_advantages(groups, group_advantages(rewards_PG))
+    # The rewards 1 and 0 are 0.7071 standard deviations from their mean.
     size_of_both_advantages = pytest.approx(0.7071, abs=1e-3)
     assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
 
 
 def test_metrics_and_signal_leave_out_rollouts_without_a_reward():
-    """Two rollouts of 90 tokens have left the first group, and all have left the second.
+    """Metrics and signal are of the rollouts that have not left their group.
 
-    So the metrics are those of a right answer of 5 tokens and a wrong one of 7.
+    Two rollouts of 90 tokens have left the first group, and all have left the second. So the
+    metrics are those of a right answer of 5 tokens and a wrong one of 7. The group is
+    disadvantageous to learn from (TDS), since its right answer is shorter.
     """
     lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4])
@@ -250,9 +258,10 @@ def test_metrics_and_signal_leave_out_rollouts_without_a_reward():
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """One of four groups has no rewards, and one has equal rewards.
+    """The share of groups with equal rewards is of those that have rewards.
 
-    TRL would count both and log 1/2. Ours is one of the three groups with rewards, 1/3.
+    One of four groups has no rewards, and one has equal rewards. TRL would count both and log 1/2.
+    Ours is one of the three groups with rewards, 1/3.
     """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
@@ -273,9 +282,10 @@ async def flaky_async(completions: list[Any], **columns: Any) -> list[Any]:
 
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
-    """A judge that uses `asyncio.gather(..., return_exceptions=True)` returns such exceptions.
+    """An exception among the rewards that a function returns is a reward that is missing.
 
-    The run goes on without these rewards, and records the reason.
+    A judge that uses `asyncio.gather(..., return_exceptions=True)` returns such exceptions. The run
+    goes on without these rewards, and records the first line of each as the reason.
     """
     guard = RewardGuard(step_context())
     function, async_function = guard.wrap_functions([flaky, flaky_async], ["flaky", "flaky_async"])
@@ -291,9 +301,10 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
-    """Rollouts are numbered over all ranks, of which each has four.
+    """A failed call is listed under the number of its rollout among those of all ranks.
 
-    This is rank 1 of 3, so its second rollout has the number 5. A call on rank 0 failed too.
+    Each rank has four. This is rank 1 of 3, so its second rollout has the number 5. A call on rank
+    0 failed too.
     """
     guard = RewardGuard(step_context())
     (function,) = guard.wrap_functions([flaky], ["flaky"])
@@ -308,10 +319,10 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """One machine may lack the key of a judge, for example, so that its rank alone fails.
+    """A `UserError` on one rank is raised on all, with the step and the checkpoint to go on from.
 
-    If that rank ended alone, the other would wait for it in a collective call. So both raise the
-    error of the first, with the step and the checkpoint to go on from.
+    One machine may lack the key of a judge, for example, so that its rank alone fails. If that rank
+    ended alone, the other would wait for it in a collective call.
     """
 
     def refuse(**arguments: Any) -> list[float]:

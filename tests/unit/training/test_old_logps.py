@@ -247,7 +247,10 @@ def test_without_the_old_logps_the_second_update_would_learn_something_else():
 
 
 def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
-    """The rollouts of the first update need no pass, and those without signal have no gradient."""
+    """A pass for old log-probabilities is over the later updates' rollouts with signal alone.
+
+    The rollouts of the first update need none, and those without signal have no gradient.
+    """
     two_updates = learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS)
     assert two_updates.scored_rollouts == ROLLOUTS_WITH_SIGNAL_PER_UPDATE
     with_engine = learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS, **ENGINE_KEYS)
@@ -258,7 +261,10 @@ def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
 
 
 def test_the_kl_term_asks_no_pass_of_groups_without_signal():
-    """The KL term learns from these groups, but with an advantage of 0 the ratio has no effect."""
+    """Groups without signal, which the KL term learns from, need no old log-probabilities.
+
+    With an advantage of 0 their ratio to the old policy has no effect on the loss.
+    """
     keys = {"loss_type": "grpo", **TWO_UPDATE_KEYS, **REFERENCE_KEYS}
     in_later_update = rollouts_of_second_update(**keys)
     without_signal = [row for row in in_later_update if row // GROUP_SIZE in GROUPS_WITHOUT_SIGNAL]
@@ -295,11 +301,11 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
 
 
 def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
-    """The pass for old log-probabilities leaves out rows without signal.
+    """Metrics that compare a pass with the engine weigh it by the tokens that the pass is over.
 
-    So metrics that compare its log-probabilities with the engine's have the tokens of the other
-    rows as their weight. With the tokens of the whole micro-batch, the rows that were left out
-    would count too.
+    The pass for old log-probabilities leaves out rows without signal. So metrics that compare its
+    log-probabilities with the engine's have the tokens of the other rows as their weight. With the
+    tokens of the whole micro-batch, the rows that were left out would count too.
     """
     trainer = table_trainer(
         logits_table(), loss_type="grpo", **TWO_UPDATE_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS
@@ -321,7 +327,10 @@ def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
-    """With sharded weights the others would wait for ever if one rank left the pass out."""
+    """A rank without signal makes a pass over one group where another rank has signal.
+
+    With sharded weights the other rank would wait for ever if this one left the pass out.
+    """
 
     class OtherRankHasSignal(SingleProcessAccelerator):
         @staticmethod
@@ -363,9 +372,9 @@ def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
 
 
 def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
-    """The rollouts of the second update are compared before the first update, too.
+    """An engine that drifts in the second update's rollouts ends the run before the first update.
 
-    The engine's log-probabilities are off by about 0.3 nats, which is above the bound.
+    Its log-probabilities are off by about 0.3 nats, which is above the bound of 0.01.
     """
     keys = {**TWO_UPDATE_KEYS, **ENGINE_KEYS, "adora_max_drift": 0.01}
     trainer = table_trainer(logits_table(), **keys)
@@ -406,7 +415,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):
-    """These micro-batches of a generation need no pass for old log-probabilities.
+    """The first update's micro-batches are counted, which need no pass for old log-probabilities.
 
     The policy that learns from them is still the one that sampled. With four micro-batches a
     generation and two a step, for example, they are the first two.
@@ -444,7 +453,10 @@ ENGINE_OLD_LOGPS_KEYS: dict[str, Any] = {
 
 
 def test_the_engines_log_probabilities_may_be_the_old_ones():
-    """No pass is made. The loss clips the ratio of the new policy to the engine."""
+    """With `old_logps: engine` no pass is made, and ratios are those to the engine.
+
+    The loss clips the ratio of the new policy to the engine.
+    """
     updates = learn_from_generation(**ENGINE_OLD_LOGPS_KEYS)
     assert updates.scored_rollouts == 0
     trainer = updates.trainer
@@ -463,9 +475,9 @@ def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own():
 
 
 def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
-    """Tools wrote these tokens, so the engine's value is NaN, which becomes 0.
+    """With `old_logps: engine` a token without a value of the engine (NaN) gets the value 0.
 
-    The policy's pass has 0 there too, so the ratio of the two is 1.
+    Tools wrote such tokens. The policy's pass has 0 there too, so the ratio of the two is 1.
     """
     old_logps = OldLogps(step_context(**ENGINE_OLD_LOGPS_KEYS), has_dropout=False)
     micro_batch: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}

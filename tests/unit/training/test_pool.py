@@ -595,7 +595,10 @@ def skipped_generations(run: SimulatedRun) -> int:
 
 @pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
 def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
-    """Long rollouts are learned from as often as they are sampled, whatever the token budget."""
+    """Every group that begins is learned from once and whole, whatever the token budget.
+
+    Nearly all slots of a generation are filled: `group_counts` are the groups of each generation.
+    """
     run = SimulatedRun(steps=40, budget=budget).train()
     assert_learned_once(run)
     assert skipped_generations(run) <= MAX_SKIPPED_GENERATIONS
@@ -641,9 +644,10 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
 
 @pytest.mark.parametrize("budget", [None, 40])
 def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
-    """A run of 12 steps is killed in the fourth and eighth, and ends as one that was not.
+    """A run that is killed and resumed twice learns from the same groups as an uninterrupted one.
 
-    Tools are not called again for what is saved, and each part of a turn has a seed of its own.
+    It is killed in the fourth and in the eighth of 12 steps, when the next generation is sampled
+    and not learned from. No two requests of a run have the same seed.
     """
     uninterrupted = SimulatedRun(steps=12, tools=True, budget=budget).train()
     run = SimulatedRun(steps=12, tools=True, budget=budget)
@@ -658,6 +662,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     assert groups_by_generation(run) == groups_by_generation(uninterrupted)
     groups = [group for groups in groups_by_generation(uninterrupted) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    # The run has rollouts of every kind: all reasons to end, and none to three pictures of tools.
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "calls", "length", "room"}
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
     seeds = [request.seed for request in uninterrupted.engine.all_requests]
@@ -710,10 +715,10 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 
 @pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
 def test_the_engine_stays_awake_through_a_generation(tools, budget):
-    """An engine that has slept needs all weights again, so it sleeps once a generation.
+    """The engine is awake for all calls of a generation, and sleeps once, at its end.
 
-    A generation may have several calls: one for each turn, and for each part that a budget cuts
-    off.
+    An engine that has slept needs all weights again. A generation has several calls where rollouts
+    have several turns, or where a budget cuts them into parts.
     """
     run = SimulatedRun(steps=4, tools=tools, budget=budget)
     events = list[str]()
@@ -742,9 +747,10 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
-    """All new answers have 10 tokens from step 30 on, so more groups end than a generation takes.
+    """Groups that wait are learned from within 15 steps when answers become short.
 
-    Then fewer groups begin, and the problems that were drawn for the others come later.
+    All new answers have 10 tokens from step 30 on, so more groups end than a generation takes. Then
+    fewer groups begin, and the problems that were drawn for the others come later.
     """
     run = SimulatedRun(steps=70, budget=60)
     length_by_seed = dict[int, int]()
@@ -779,9 +785,9 @@ def test_a_budget_shortens_generations():
 
 
 def test_a_budget_that_no_answer_reaches_changes_nothing():
-    """Each of five generations is learned from whole, in the order of the data.
+    """With a budget of `MAX_TOKENS` generations are learned from whole, in the order of the data.
 
-    Its requests have the seeds of a run without a budget, and each group is one request of vLLM.
+    Their requests have the seeds of a run without a budget, and each group is one request of vLLM.
     """
     run = SimulatedRun(steps=5, budget=MAX_TOKENS).train()
     assert run.group_counts == [GROUPS_PER_GENERATION] * 5
@@ -846,7 +852,7 @@ def test_a_continued_rollout_has_a_seed_and_a_request_of_its_own_and_comes_first
 
 
 def test_no_answer_is_older_than_it_may_be():
-    """`staleness` is how many generations an answer may take after its first one.
+    """An answer takes at most `staleness` generations after its first one.
 
     Each generation samples one segment of it. The last adds two where it has too few complete
     groups: it samples some unfinished ones up to the budget, and then to their ends.
@@ -910,11 +916,14 @@ def test_the_metrics_of_a_generation():
 
 
 def test_how_many_groups_begin_in_a_generation_and_how_many_have_to_be_complete():
-    """A generation has 8 slots here.
+    """A generation begins as many groups as it has slots, here 8, unless too many wait already.
 
     With 9 waiting groups of which 6 are complete, for example, two complete groups are more than
     half of the slots, so only 6 groups begin. With 2 generations left there is room for 16 groups;
     12 wait, so at most 4 begin.
+
+    A generation needs `min_groups` complete groups, or more if later ones have no room for the
+    rest: of 11 groups with 2 generations left, the last one takes 8, so 3 have to be complete now.
     """
     # (waiting groups, complete ones of these, remaining generations): groups that begin
     begin_cases = {
@@ -944,9 +953,10 @@ def test_how_many_groups_begin_in_a_generation_and_how_many_have_to_be_complete(
 
 
 def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
-    """A step has two generations here, and an epoch three, so every other step has only one.
+    """The generations of a run are numbered through, also where a step has fewer than others.
 
-    With a wrong count groups would wait for a generation that does not come, and rollouts that are
+    A step has two generations here, and an epoch three, so every other step has only one. With a
+    wrong count groups would wait for a generation that does not come, and rollouts that are
     requested ahead would count as older than they are.
     """
     context = step_context(
@@ -984,7 +994,10 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
-    """It is computed from the lengths of the last four generations, and at least `min_budget`."""
+    """The budget is the length that nine of ten answers of the last four generations do not exceed.
+
+    It is at least `min_budget`, and there is none (None) before any length is known.
+    """
     assert automatic_budget([], min_budget=7) is None
     # Two generations of 50 lengths: 1 to 98 and twice 180. Nine of ten are at most 90.
     long_tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]
@@ -1008,9 +1021,10 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
 
 
 def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_saved():
-    """A budget delays groups, so there is none where the longest answers are hardly longer than it.
+    """There is no budget (None) where the longest answers are hardly longer than it would be.
 
-    In the demo, for example, answers have 35 to 50 tokens, and the limit is 60.
+    It would delay groups and save little. In the demo, for example, answers have 35 to 50 tokens,
+    and the limit is 60.
     """
     # Two generations of ten answers each. Nine of ten are at most 45, and the longest have 60.
     demo_lengths = [[9] * 9 + [60], [45] * 9 + [60]]
@@ -1040,7 +1054,11 @@ def run_on_two_ranks(run_rank: Callable[[int, Any], Any]) -> list[Any]:
 
 
 def test_all_processes_learn_from_equally_many_groups():
-    """Otherwise they would wait for each other, or take another rank's rewards for their own."""
+    """Two ranks learn from equally many groups in each generation, and log the same metrics.
+
+    Otherwise they would wait for each other, or take another rank's rewards for their own. Their
+    problems differ, so their requests do too.
+    """
     first, second = run_on_two_ranks(
         lambda rank, accelerator: SimulatedRun(steps=30, accelerator=accelerator).train()
     )
@@ -1069,9 +1087,10 @@ def resume(
 
 
 def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
-    """A run is saved at step 5 and resumed with 7 steps, which have room for two generations.
+    """A run that is resumed with too few steps prints one line with the groups that it leaves out.
 
-    The line names a number of steps with which a run learns from all groups, and prints nothing.
+    It is saved at step 5 and resumed with 7 steps, which have room for two generations. The line
+    names a larger number of steps; with this one the run learns from all groups and prints nothing.
     """
     run = SimulatedRun(steps=12, budget=20).train(until=5)
     run.pool.save(tmp_path)
@@ -1110,10 +1129,10 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
-    """A run of one process has ended, and two processes go on for three steps.
+    """A checkpoint without unfinished groups may be resumed by another number of processes.
 
-    Each learns from its own problems of those steps, and not from problems that the one process had
-    drawn and not begun.
+    A run of one process has ended, and two processes go on for three steps. Each learns from its
+    own problems of those steps, and not from problems that the one process had drawn and not begun.
     """
     steps = 30
     run = SimulatedRun(steps).train()
@@ -1139,10 +1158,10 @@ def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path)
 
 
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
-    """A tool's answer is a segment without log-probabilities, also after a checkpoint.
+    """A checkpoint keeps which segments of a rollout the policy sampled, and which a tool wrote.
 
-    The seed of the next segment counts only the policy's segments before it. A picture of two
-    rollouts is written once.
+    A tool's segment has no log-probabilities. The seed of the next segment counts only the policy's
+    segments before it. A picture of two rollouts is written once, so both have the same object.
     """
     segments = (
         Segment(tokens=(5, 6), logps=(-0.5, None), step=3),
@@ -1187,6 +1206,7 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     assert whole.logps == [-0.5, None, None, None, None, -0.25]
     assert whole.stale_tokens(step=4) == 5
     assert part.stale_tokens(step=3) == 0
+    # `part` has one segment of the policy, so the next one has the number 1.
     assert loaded.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
@@ -1218,11 +1238,12 @@ def rounds_that_began_groups(run: SimulatedRun) -> set[int]:
 
 @pytest.mark.parametrize(("refill", "signal_share"), [(4, 0.3), (2, 0.75)])
 def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill, signal_share):
-    """Further rounds are sampled until all groups have signal, or `refill` rounds are over.
+    """Groups of further problems replace those without signal until all have it.
 
-    A round has half as many groups again as are enough on average, and at most a generation's. With
-    four of six groups with signal, for example, three further groups are enough for the missing
-    two, so 4.5 groups begin, rounded up.
+    A group has signal if its advantages are not all 0; here `has_signal` decides that. Further
+    problems are sampled in at most `refill` rounds. The first has half as many groups again as are
+    enough on average, and at most a generation's. With four of six groups with signal, for example,
+    three further groups are enough for the missing two, so 4.5 groups begin, rounded up.
     """
     has_signal = signal_in_share(signal_share)
     run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
@@ -1252,7 +1273,10 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
 
 @pytest.mark.parametrize(("refill", "signal_share"), [(2, 0.0), (0, 0.3)])
 def test_no_group_is_replaced_where_nothing_has_signal_or_no_round_is_allowed(refill, signal_share):
-    """All rounds that `refill` allows are sampled, and the generation keeps its own groups."""
+    """A generation keeps its own groups if `refill` is 0, or if no further group has signal.
+
+    All rounds that `refill` allows are sampled nevertheless.
+    """
     has_signal = signal_in_share(signal_share)
     run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
     assert run.sample_next().row_numbers == list(range(GROUPS_PER_GENERATION))
@@ -1262,7 +1286,10 @@ def test_no_group_is_replaced_where_nothing_has_signal_or_no_round_is_allowed(re
 
 
 def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
-    """Groups of further problems that are cut off wait in the pool; some have ended in time."""
+    """Groups of further problems that the budget cuts off wait in the pool; others replace at once.
+
+    Some of the generation's groups are replaced by further groups that have ended in time.
+    """
     run = SimulatedRun(steps=3, budget=60, refill=4, has_signal=signal_in_share(0.3))
     row_numbers = run.sample_next().row_numbers
     assert {0, 1} <= rounds_that_began_groups(run), "later rounds may only continue groups"
@@ -1272,7 +1299,10 @@ def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
 
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
-    """The ranks make the same calls with equally many requests, as collective calls need it."""
+    """Both ranks make the same calls with equally many requests, however many groups each lacks.
+
+    A call may be collective, so a rank that makes another one would leave the other waiting.
+    """
 
     def has_signal(number: int, rank: int) -> bool:
         """More groups of the first rank have signal."""

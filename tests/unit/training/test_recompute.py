@@ -112,7 +112,11 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
 
 
 def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subtests):
-    """A layer with dropout draws the same again when it is recomputed, also in adapters."""
+    """Gradients are the same whether all, some or no layers are recomputed.
+
+    So a layer with dropout draws the same again when it is recomputed, also in adapters. There are
+    4 layers; a number above that, here 99, means all.
+    """
     adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
     for dtype in (torch.float32, torch.float64):
         for name, model in {
@@ -143,7 +147,10 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
-    """All layers stay recomputed, and no metric is logged."""
+    """All layers stay recomputed on a CPU, with "all", and with torch.compile.
+
+    No metric is logged then.
+    """
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: CardBytes(80 * GIB, 80 * GIB)},
@@ -160,7 +167,10 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
 
 
 def test_a_run_without_gradient_checkpointing_gets_none():
-    """The key `adora_recompute` only lowers the number of recomputed layers."""
+    """Without gradient checkpointing no layer is recomputed, whatever `adora_recompute` says.
+
+    The key only lowers the number of recomputed layers.
+    """
     model = language_model()
     model.gradient_checkpointing_disable()
     context = step_context(gradient_checkpointing=False, adora_recompute=2)
@@ -172,7 +182,10 @@ def test_a_run_without_gradient_checkpointing_gets_none():
 
 
 def test_as_few_layers_as_fit_into_the_free_memory():
-    """With 1 to 59 GiB of free memory the predicted peak fits, and a layer less would not."""
+    """The chosen number of layers fits into the free memory, and one less would not.
+
+    With 1 GiB all layers are recomputed, and with 59 GiB none.
+    """
     activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
     layers = activation_memory.shape.text.layers
     counts = []
@@ -239,7 +252,11 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
 
 
 def test_all_ranks_recompute_what_the_fullest_needs():
-    """All ranks gather weights at the same time, so the largest count of all ranks decides."""
+    """Every rank recomputes as many layers as the rank that needs the most, here 3.
+
+    All ranks gather weights at the same time, so they need equal numbers. This rank alone would
+    recompute none.
+    """
     model = language_model()
     own_counts: list[int] = []
 
@@ -339,7 +356,11 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
-    """The others would wait for ever for its part of the pass that it has left."""
+    """Among several processes, or with ZeRO-3, a pass without memory is not repeated.
+
+    The others would wait for ever for this process's part of the pass that it has left, so the
+    error ends the run.
+    """
     two_ranks = FakeAccelerator(num_processes=2)
     cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two_ranks, "sharding": Sharding(processes=2)},
@@ -354,7 +375,10 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
 
 
 def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
-    """Without a copy the gradients that the failed pass has added could not be taken back."""
+    """A pass without memory is not repeated if the gradients before it were too large to copy.
+
+    Without a copy, what the failed pass has added to them could not be taken back.
+    """
     policy = policy_out_of_memory(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
@@ -363,7 +387,10 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 
 
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
-    """Without room for a copy a snapshot only notices that a gradient has changed."""
+    """A snapshot restores changed gradients from its copies, and unchanged ones without any.
+
+    Without room for a copy it only notices that a gradient has changed, and restores nothing.
+    """
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     before = GradientSnapshots([weight], max_copied_bytes=0)

@@ -14,7 +14,7 @@ from tests.support.step_context import step_context
 
 
 def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
-    """A checkpoint holds plain values alone, so that torch reads it without running code.
+    """A checkpoint restores the micro-batches that were not learned from, and their images.
 
     The generation has two micro-batches with the same image of four patches. The first was learned
     from before the checkpoint, so only the second is restored.
@@ -49,9 +49,10 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
 
 
 def test_a_resumed_run_forgets_the_restored_micro_batches_at_its_next_generation():
-    """If they were kept, they would take memory of the GPU until the end of the run.
+    """Restored micro-batches are learned from, and replaced by those of the next generation.
 
-    The run resumes at the second of two micro-batches, and the generation after it is sampled.
+    If they were kept, they would take memory of the GPU until the end of the run. The run resumes
+    at the second of two micro-batches, and the generation after it is sampled.
     """
     context = step_context(
         per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=1

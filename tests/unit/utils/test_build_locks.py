@@ -67,7 +67,10 @@ def test_the_lock_of_a_build_that_goes_on_stays(abandoned_lock: Path):
 def test_a_build_elsewhere_is_waited_for_while_it_writes(
     abandoned_lock: Path, capfd: pytest.CaptureFixture[str], name_of_new_file: str
 ):
-    """A lock without a builder here may be another machine's, which shares the home folder."""
+    """A lock is left alone while a file beside it is new, and removed once all are old.
+
+    A lock without a builder here may be another machine's, which shares the home folder.
+    """
     new_file = abandoned_lock.with_name(name_of_new_file)
     new_file.touch()
     os.utime(new_file)
@@ -98,7 +101,10 @@ def test_a_lock_that_its_owner_gives_back_is_waited_for(abandoned_lock: Path):
 def test_the_other_ranks_leave_the_removal_to_the_first(
     abandoned_lock: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
-    """Otherwise they would take its removal for the end of the build, and go on too early."""
+    """A rank other than the first waits until the lock is gone, and does not remove it.
+
+    Otherwise the ranks would take its removal for the end of the build, and go on too early.
+    """
     monkeypatch.setenv("LOCAL_RANK", "1")
     waits: list[float] = []
 

@@ -23,7 +23,10 @@ def test_each_job_has_its_own_outcome():
 
 
 def test_ctrl_c_ends_the_wait_and_begins_no_further_job():
-    """One of five jobs has begun when it interrupts the main thread."""
+    """Ctrl-C ends the wait for a job that hangs, and the four jobs behind it do not begin.
+
+    The job itself sends the signal, which interrupts the main thread.
+    """
     script = """
 import os, signal, threading
 from adora_vl.utils.daemon_threads import run_on_daemon_threads

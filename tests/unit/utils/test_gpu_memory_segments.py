@@ -71,7 +71,7 @@ def test_torch_reads_it_unless_the_user_has_set_another(prepare_code, variables,
 
 
 def test_what_the_environment_says_of_it():
-    """Any of torch's variables may switch it on; the first that is set counts."""
+    """Any of torch's variables may switch expandable segments on; the first that is set counts."""
     assert segments_expand(
         {ALLOCATOR_VARIABLES[1]: "max_split_size_mb:64, expandable_segments: True"}
     )

@@ -159,7 +159,10 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, copied_folde
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
     prepared_folder, tmp_path, monkeypatch
 ):
-    """Training and evaluation read a prepared folder through it."""
+    """A full disk under the cache of `datasets` is one line, and the prepared folder stays whole.
+
+    Training and evaluation read a prepared folder through that cache.
+    """
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     contents_before = folder_contents(prepared_folder)
     full_disk_error = pytest.raises(
@@ -173,7 +176,10 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
 
 
 def test_an_error_of_safetensors_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    """It is no `OSError`. What says already what is wrong, and what is no fault of the disk, stays."""
+    """A full disk is one line also where safetensors reports it, by an error that is no `OSError`.
+
+    An error that says already what is wrong, or is no fault of the disk, is raised as it is.
+    """
     full = SafetensorError("I/O error: No space left on device (os error 28)")
     message = "cannot be written .*; free some space"
     with pytest.raises(UserError, match=message), naming_write_errors("output", tmp_path):
@@ -187,7 +193,10 @@ def test_an_error_of_safetensors_on_a_full_disk_is_one_line(tmp_path: Path) -> N
 def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
     prepared_folder, tmp_path, monkeypatch
 ):
-    """The end of the file is whole, so its columns and the number of its rows can be read."""
+    """Data that is damaged inside is to be prepared again, and is not taken for a full disk.
+
+    The end of the file is whole, so its columns and the number of its rows can be read.
+    """
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(prepared_folder / "data", tmp_path / "data")
     (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")

@@ -75,7 +75,10 @@ def test_a_client_without_user_ends_its_thread(start_server):
 
 
 def test_cookies_are_not_sent_back(monkeypatch, start_server):
-    """A cookie of a load balancer would bind all calls to one of its servers."""
+    """A cookie that a server sets is not sent with the next call.
+
+    A cookie of a load balancer would bind all calls to one of its servers.
+    """
     cookies = []
 
     def answer(body, call):

@@ -158,7 +158,7 @@ def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> 
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypatch, tmp_path):
-    """A path, or HF_HUB_OFFLINE, is enough to look on this machine only."""
+    """Local files are used for a folder, or with HF_HUB_OFFLINE, and no hub is asked."""
     with serve_connections(answer_well) as (address, connections):
         use_address_as_hub(address)
         assert hub.uses_local_files_only(str(tmp_path))
@@ -170,8 +170,9 @@ def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypa
 def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
     use_address_as_hub: Callable[[str], None], capsys: object
 ) -> None:
-    """One question for config, processor and tokenizer together; what ships here stands in for the
-    config.
+    """A dry run asks a hub that hangs at most once for config, processor and tokenizer together.
+
+    A config that ships here stands in for the model's.
     """
     with serve_connections(hang) as (address, connections):
         use_address_as_hub(address)
@@ -197,7 +198,10 @@ def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
-    """Config and processor: an older commit has two layers more and another chat template."""
+    """Config and processor are loaded from the revision that is named.
+
+    `v1` is an older commit, with two layers more and another chat template.
+    """
     model_folder = Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
     older_folder = shutil.copytree(
         model_folder / "snapshots" / ("0" * 40), model_folder / "snapshots" / ("1" * 40)
@@ -248,7 +252,10 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
+    """A run and an evaluation take the cached copy, and ask the hub at most once.
+
+    TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file.
+    """
     with serve_connections(answer) as (address, connections):
         use_address_as_hub(address)
         run = prepare(

@@ -46,7 +46,10 @@ def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     ("file", "is_named"), [("eval.py", False), ("eval/__init__.py", False), ("eval/a.json", True)]
 )
 def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, is_named):
-    """A folder without `__init__.py` hides no package, so results in `eval/` change nothing."""
+    """The proposed evaluation is `adora-vl eval` where a user's `eval` would hide our package.
+
+    A folder without `__init__.py` hides no package, so results in `eval/` change nothing.
+    """
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
@@ -116,9 +119,9 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
 
 
 def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
-    """The first rank speaks at once.
+    """The first rank prints a mistake at once, another one after a wait and with its number.
 
-    Another one speaks where it is not ended meanwhile, as it is if all find it.
+    If all ranks find the mistake, the launcher ends the others while they wait.
     """
     sleeps: list[float] = []
     stock_sleep = time.sleep
@@ -179,7 +182,10 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
 
 
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
-    """`| head` does so, with text left in the buffer at its end, or in the middle of a long one."""
+    """A command whose stdout is closed, as by `| head`, ends as by SIGPIPE and prints no error.
+
+    The text stays in the buffer until the end, or is too long for it.
+    """
     for lines in (1, 100_000):
         code = (
             "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "

@@ -37,7 +37,10 @@ def run_ending_script(ending: str, library: str = "torch") -> tuple[int, list[st
 
 
 def test_everything_of_an_exit_but_finalization_happens():
-    """Threads and exit functions are waited for; only the last line of `sys.exit` is missing."""
+    """`exit_without_finalization` waits for threads and exit functions, as `sys.exit` does.
+
+    Only the last line of `sys.exit`, that of the interpreter's end, is missing.
+    """
     output_of_exit = run_ending_script("sys.exit")
     # 3: the exit code that the script is given
     assert output_of_exit == (3, ["last words", "thread ended", "exit function ran", "finalized"])

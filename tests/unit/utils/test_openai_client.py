@@ -334,7 +334,10 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(
     ],
 )
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(start_server, reason, message):
-    """A server with a reasoning parser sends null. Asked again, the model would think as long."""
+    """A reply with thinking and no text is taken as an empty answer, and not asked for again.
+
+    A server with a reasoning parser sends null. Asked again, the model would think as long.
+    """
     server = start_server(lambda body, call: reply_without_text(reason, **message))
     reply = build_chat_client(server, attempts=4).chat(HELLO_MESSAGES)
     assert reply.text == ""
@@ -344,7 +347,7 @@ def test_thinking_without_an_answer_behind_it_is_an_empty_answer(start_server, r
 
 
 def test_a_form_that_was_cut_off_is_not_asked_for_again(start_server):
-    """The reader refuses the text; asked again is only what ended by itself."""
+    """An unreadable reply is asked for again if it ended by itself, and not if it was cut off."""
 
     def refuse_text(text: str) -> str:
         raise EndpointError("no form")
@@ -488,7 +491,10 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
 def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
     six_problems, tmp_path, start_server, capsys
 ):
-    """A token limit that leaves no room for the answer is a mistake of the command's: it ends."""
+    """A prompt that is too long is recorded as such, and the evaluation goes on.
+
+    A token limit that leaves no room for any answer is a mistake of the command's, which ends.
+    """
     prompt_too_long = (
         b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 '
         b'input tokens"}'
@@ -523,7 +529,10 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
 def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
     six_problems, tmp_path, start_server
 ):
-    """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
+    """Ctrl-C ends an evaluation within 40 s, although its server does not answer.
+
+    A call may take its time-out four times, and `--timeout` is 600 s by default.
+    """
     was_asked = threading.Event()
     server = start_server(lambda body, call: was_asked.set())
     options = [
@@ -695,7 +704,7 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, start_server,
 
 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, start_server):
-    """Another model, limit or instruction asks again; another address does not."""
+    """A cached score is for one model, limit and instruction, and serves at any address."""
     server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     moved_server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     expected_calls = 0
@@ -892,7 +901,11 @@ def test_options_of_a_judge_that_do_not_fit_are_one_line():
     ],
 )
 def test_a_judge_is_not_sampled_by_the_defaults_of_its_model(start_server, program, sampling):
-    """A penalty would fall on the answer in its prompt, which it is to repeat."""
+    """A request to vLLM or SGLang sets the sampling that the model's own config would change.
+
+    A penalty would fall on the answer in the judge's prompt, which it is to repeat. OpenAI's API
+    does not know these settings.
+    """
     server = start_server(lambda body, call: completion_reply("5"))
     server.models = {"judge": program}
     client = ChatClient(Endpoint(server.url, "judge", body={"top_p": 0.5}))

@@ -55,7 +55,10 @@ def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> End
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_a_training_goes_on_when_its_pipe_is_closed(options):
-    """The process prints, waits, and prints again after the reader has gone."""
+    """A process goes on when the reader of its stdout has gone, and says so once.
+
+    It prints, waits until the pipe is closed, and prints again.
+    """
     with subprocess.Popen(
         [sys.executable, *options, "-c", PRINT_TWICE],
         cwd=REPOSITORY,

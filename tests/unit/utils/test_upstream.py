@@ -50,8 +50,9 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
-    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in
-    the buffer.
+    """TRL reads the ratio after the pass, from the micro-batch as it lies in the buffer.
+
+    So we may put the ratio into the micro-batch during the pass.
     """
     source = inspect.getsource(GRPOTrainer._compute_loss)
     place_of_pass = source.index(
@@ -113,7 +114,7 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
 
 
 def test_deepspeed_still_skips_gradients_that_are_not_finite():
-    """Both of its ZeRO optimizers look at the norm, also in bfloat16."""
+    """DeepSpeed's optimizers of all ZeRO stages check the norm of gradients, also in bfloat16."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -124,7 +125,7 @@ def test_deepspeed_still_skips_gradients_that_are_not_finite():
 
 
 def test_the_engine_has_the_entry_points_that_only_a_gpu_uses():
-    """No test on a CPU calls them."""
+    """vLLM has the functions that we call on a GPU alone, so that no other test here calls them."""
     from vllm import LLM
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.llm_engine import LLMEngine

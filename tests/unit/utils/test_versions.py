@@ -29,7 +29,7 @@ VERSIONS_AND_MESSAGE: list[tuple[dict[str, str | None], str]] = [
 def test_the_installed_stack_is_supported_with_either_build_of_vllm_or_none_where_it_is_not_used(
     monkeypatch,
 ):
-    """Nothing is raised."""
+    """Supported versions raise no error, with either build of vLLM, or none if it is not used."""
     versions.check_versions(use_vllm=True)
     for installed, use_vllm in (
         (SUPPORTED_VERSIONS, True),
@@ -51,7 +51,10 @@ def test_what_is_not_supported_is_named_with_the_remedy(monkeypatch):
 
 
 def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch, tmp_path):
-    """The one reads pyproject.toml, the other its metadata, where an extra is a marker."""
+    """A checkout reads its versions from pyproject.toml, an installed package from its metadata.
+
+    In the metadata an extra is a marker behind the requirement.
+    """
     requirements = ["trl>=1.16,<1.17", 'peft>=0.21,<0.22; extra == "lora"']
     monkeypatch.setattr(versions, "requires", lambda name: requirements)
     versions_of_checkout = versions.tested_versions.__wrapped__()

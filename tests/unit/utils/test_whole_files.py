@@ -298,7 +298,10 @@ with replacing_file(folder / "manifest.json") as file, replacing_folder(folder /
 
 
 def test_the_next_start_removes_what_a_killed_run_has_left(folder_with_old_files):
-    """The user's files with similar names stay."""
+    """The next start removes half-written files of a killed run, and no file of the user's.
+
+    The user's files have similar names.
+    """
     contents_before = folder_contents(folder_with_old_files)
     (folder_with_old_files / ".mine.partial").write_text("the user's")
     (folder_with_old_files / ".mine.partial-download").write_text("the user's")
@@ -339,7 +342,10 @@ def prepare_over_merged(folder: Path) -> None:
 def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
     folder_with_old_files,
 ):
-    """The next start of the run brings it back, and so does the next writing of the folder."""
+    """The old folder gets its name back at the run's next start, or at the next writing of it.
+
+    The process is killed when the old folder has moved away and the new one is not there yet.
+    """
     contents_before = folder_contents(folder_with_old_files)
     for recover in (clear_staging, prepare_over_merged):
         subprocess.run(
@@ -353,7 +359,10 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
-    """Otherwise a power cut could leave an empty file under the name of a whole one."""
+    """A file or folder is flushed to the disk before it gets its name.
+
+    Otherwise a power cut could leave an empty file under the name of a whole one.
+    """
     events: list[str] = []
     fsync = os.fsync
     replace = Path.replace
@@ -384,7 +393,7 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeyp
 
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
-    """`--json /dev/stdout`, or a named pipe."""
+    """A named pipe and `/dev/stdout` are written to, and no file takes their place."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -405,7 +414,10 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("what_is_there", ["a file", "other things"])
 def test_the_tiny_model_is_built_over_nothing_else(what_is_there, tmp_path, capsys):
-    """Before, `--output ~` deleted the home when the model was built."""
+    """A build of the tiny model refuses a file, or a folder of other files, as its output.
+
+    Before, `--output ~` deleted the home when the model was built.
+    """
     from adora_vl.builtin.__main__ import main
 
     output = tmp_path / "mine"
