@@ -900,14 +900,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Restore the states of callbacks from the checkpoint, whose state is `self.state` now.
 
         Stock TRL leaves this to Transformers, which does it only with
-        `restore_callback_states_from_checkpoint: true`. It replaces the callbacks by others with the
-        arguments of then, and cannot save again if there is a callback with a state that the
-        checkpoint does not know. Ours restores the states in every run, since early stopping would
+        `restore_callback_states_from_checkpoint: true`. It builds the callbacks anew with the
+        arguments that the checkpoint has, and cannot save again if there is a callback with a state
+        that the checkpoint does not know. Ours restores the states in every run, since early stopping would
         count anew.
         """
         callbacks = self.callback_handler.callbacks
         restore_callback_states(callbacks, self.state.stateful_callbacks)
-        # Transformers expects an entry for each callback with a state when it saves.
+        # Transformers expects an entry for each callback with a state when it saves. The constructor
+        # of `TrainerState` makes the entries of the callbacks that it gets.
         exportable = [
             item for item in (*callbacks, self.control) if isinstance(item, ExportableState)
         ]

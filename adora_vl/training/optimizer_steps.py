@@ -124,10 +124,12 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = False
 
     def _count(self, control: TrainerControl, *, is_bad: bool) -> None:
-        """Count a step, and let the run save and stop after too many bad ones in a row.
+        """Count a step, and let the run save after too many bad ones in a row.
+
+        `on_save` then stops it, as `reason` is set.
 
         Args:
-            control: gets the order to save and stop.
+            control: gets the order to save.
             is_bad: whether the step was skipped, since its gradients are not finite. `RatioGuard`
                 makes them so on purpose where an importance ratio is too large.
         """

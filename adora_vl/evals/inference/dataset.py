@@ -65,8 +65,9 @@ class _LoadedRows:
         row = dict(self.rows[index])
         for name, column in self.image_column_by_name.items():
             row[name] = column[index].as_py()
-        values = [row[name] for name in columns if row.get(name) is not None]
-        for value in values:
+        stored_values = [row[name] for name in columns if row.get(name) is not None]
+        for number, stored_value in enumerate(stored_values, start=1):
+            value = stored_value
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
@@ -78,7 +79,7 @@ class _LoadedRows:
                 return [base64.b64decode(value, validate=True)]
             file = None if self.folder is None else file_within(self.folder, value)
             # A missing file is an error only if it is the last column that could have the image.
-            is_last_value = value == values[-1]
+            is_last_value = number == len(stored_values)
             if file is not None and (is_last_value or file.is_file()):
                 return [file.read_bytes()]
         raise ValueError("the row has no image")

@@ -17,6 +17,7 @@ from adora_vl.data.images import UnreadableImageError
 from adora_vl.data.loading import with_decoded_images
 from adora_vl.evals import prepared
 from adora_vl.evals.benchmark import load_checked_problems
+from adora_vl.evals.inference.dataset import _LoadedRows
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import Problem
 from adora_vl.synthetic.generate import generate
@@ -193,6 +194,25 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
         problems[0].images()
     with pytest.raises(FileNotFoundError):
         problems[1].images()
+
+
+@pytest.mark.parametrize("stored", ["gone.png", {"bytes": None, "path": "gone.png"}])
+def test_an_image_file_that_is_missing_is_named(tmp_path, stored):
+    """A row whose only image is the path of a missing file fails with that path.
+
+    The path is a text, or inside a struct, as the `datasets` library stores it. Of two columns, of
+    which one has a usable image, a missing file of the other is passed over.
+    """
+    loaded = _LoadedRows(
+        rows=[{"image": stored, "decoded_image": None}, {"image": stored, "decoded_image": b"PNG"}],
+        image_column_by_name={},
+        data_hash="",
+        origin="",
+        folder=tmp_path,
+    )
+    with pytest.raises(OSError, match=r"gone\.png"):
+        loaded.read_encoded_image(0, ["image", "decoded_image"])
+    assert loaded.read_encoded_image(1, ["image", "decoded_image"]) == [b"PNG"]
 
 
 def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
