@@ -635,13 +635,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         try:
             if is_main:
                 print("\n".join(run.lines_before_start()), flush=True)
-            last_checkpoint = self._last_checkpoint()
-            if last_checkpoint is not None:
-                output = self._load_finished_run(last_checkpoint)
+            final_checkpoint = self._checkpoint_of_finished_run()
+            if final_checkpoint is not None:
+                output = self._load_finished_run(final_checkpoint)
                 self.manifest = run.manifest()
                 if is_main:
                     output_dir = Path(self.args.output_dir)
-                    metadata = read_checkpoint_manifest(last_checkpoint)
+                    metadata = read_checkpoint_manifest(final_checkpoint)
                     write_missing_end_of_metrics(output_dir, metadata, self.state)
                     mark_finished(self.manifest, output_dir, steps=self.state.global_step)
                 return output
@@ -701,7 +701,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
         return output
 
-    def _last_checkpoint(self) -> Path | None:
+    def _checkpoint_of_finished_run(self) -> Path | None:
         """Return the checkpoint to resume from if the run has ended there; else None.
 
         It has made its last step, or a callback such as early stopping ended it.

@@ -254,25 +254,15 @@ def _answer_on_rank_0(
         # A run that was killed may have left files of its ranks that rank 0 did not merge.
         has_merged_files = merge_rank_files(output, log)
         earlier_keys = set(log.written_keys)
-        if earlier_keys:
-            check_fingerprint(output, fingerprint)
         pending_count = sum(sample.key not in earlier_keys for sample in samples)
         resumed_count = n_answers - pending_count
-        _check_for_other_predictions(
+        _check_and_write_fingerprint(
             output,
+            fingerprint,
             n_predictions=len(earlier_keys),
-            n_answers=n_answers,
             n_resumed=resumed_count,
+            answer_counts={"answers": n_answers, "in_data": n_answers_in_data},
         )
-        # The counts are written only after the checks: a run that is refused must not change the
-        # counts of the earlier run, which a score reads.
-        with naming_write_errors("output", output):
-            write_fingerprint(
-                output,
-                fingerprint,
-                has_predictions=bool(earlier_keys),
-                answer_counts={"answers": n_answers, "in_data": n_answers_in_data},
-            )
         _print_counts(
             n_answers // samples_per_problem,
             samples_per_problem,
@@ -331,6 +321,44 @@ def _summary_of_run(
         missing=total - len(rows),
         too_long=finish_reason_counts[PROMPT_TOO_LONG],
     )
+
+
+def _check_and_write_fingerprint(
+    output: Path,
+    fingerprint: FingerprintFields,
+    *,
+    n_predictions: int,
+    n_resumed: int,
+    answer_counts: dict[str, int],
+) -> None:
+    """Check the predictions of an earlier run in the folder, and write what this run depends on.
+
+    Args:
+        output: The folder.
+        fingerprint: What the answers depend on; a run is resumed only with the same.
+        n_predictions: The number of predictions that are there.
+        n_resumed: How many of them this run asks for.
+        answer_counts: `answers`, the number of all answers of this run, and `in_data`, the number
+            of answers to all problems of the data.
+
+    Raises `UserError` as `_answer_on_rank_0` does. The counts are written only after the checks: a
+    run that is refused must not change the counts of the earlier run, which a score reads.
+    """
+    if n_predictions:
+        check_fingerprint(output, fingerprint)
+    _check_for_other_predictions(
+        output,
+        n_predictions=n_predictions,
+        n_answers=answer_counts["answers"],
+        n_resumed=n_resumed,
+    )
+    with naming_write_errors("output", output):
+        write_fingerprint(
+            output,
+            fingerprint,
+            has_predictions=n_predictions > 0,
+            answer_counts=answer_counts,
+        )
 
 
 def _answer_on_other_rank(runner: _RankRunner, samples: Sequence[AnswerSample]) -> InferenceSummary:
