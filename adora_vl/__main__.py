@@ -47,7 +47,8 @@ def _run_command(module: str, words: Sequence[str]) -> None:
 
     The command ends this process by `SystemExit` with its exit code.
     """
-    # A folder `eval` of the user's may lie where this is started, and would be run in place of ours.
+    # A folder `eval` of the user's may lie where this is started, and would be run in place of
+    # ours.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

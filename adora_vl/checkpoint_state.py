@@ -63,8 +63,8 @@ class CheckpointState:
 
         Args:
             folder: the folder of the checkpoint.
-            metadata: what `metadata` returned on this rank. The result has the sums of losses of all
-                ranks in place of this rank's.
+            metadata: what `metadata` returned on this rank. The result has the sums of losses of
+                all ranks in place of this rank's.
             micro_step: TRL's `_step`, its count of micro-batches, at the last optimizer step.
             micro_batches: the micro-batches of the present generation; None without a generation.
         """

@@ -154,7 +154,8 @@ def drop_overlong_problems(
     """
     tasks = []
     for task in plan.tasks:
-        # This is a generator, so that image sizes, which take time to read, are read only if needed.
+        # This is a generator, so that image sizes, which take time to read, are read only if
+        # needed.
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
         evaluation_name = f" of the evaluation {task.benchmark.name}"
         fitting_indices = overlong_prompts.prompts_to_evaluate(
@@ -385,7 +386,8 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Return the answers to this rank's share of a task's problems, a dict for each.
 
         For example, 2 ranks answer 5 problems: rank 0 the problems 0, 2 and 4, rank 1 the problems
-        1 and 3. Collective: every rank samples equally many batches, of which the last may be empty.
+        1 and 3. Collective: every rank samples equally many batches, of which the last may be
+        empty.
         """
         engine_and_policy = self.engine_and_policy
         config = engine_and_policy.config

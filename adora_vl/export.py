@@ -136,7 +136,8 @@ def save_merged(
     Nothing is written in three cases:
 
     - The model has no adapter. It is whole already.
-    - ZeRO-3 divides the weights among ranks. The user can merge later (`python -m adora_vl.export`).
+    - ZeRO-3 divides the weights among ranks. The user can merge later (`python -m
+      adora_vl.export`).
     - The base is in 4 bits. Merged it would be larger, so this is left to the user too.
 
     The evaluators look for `folder`, so it is written whole or not at all. Afterwards the model has
@@ -258,8 +259,8 @@ def _merge_adapter(source: Path, target: Path, dtype: str) -> None:
 def serve_command(output: Path) -> str:
     """Return the command by which vLLM serves what was exported, or why there is none.
 
-    For example, a whole model gives `vllm serve OUT --generation-config vllm --host 127.0.0.1`. vLLM
-    serves a single plain LoRA adapter from files. Any other adapter has to be merged.
+    For example, a whole model gives `vllm serve OUT --generation-config vllm --host 127.0.0.1`.
+    vLLM serves a single plain LoRA adapter from files. Any other adapter has to be merged.
     """
     if not (output / ADAPTER_CONFIG_FILE).is_file():
         return shlex.join(["vllm", "serve", str(output), *_SERVE_FLAGS])

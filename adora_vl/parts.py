@@ -78,11 +78,11 @@ class StepParts:
 
     Each is a cached property: it is made once, from attributes of TRL's trainer and from other
     objects of this class. The stages of a step are: 1 draw groups, 2 schedule them, 3 sample their
-    rollouts, 4 select complete groups, 5 build a batch, 6 score it, 7 refill it, 8 weigh its groups,
-    9 split it into micro-batches, 10 compute old log-probabilities.
+    rollouts, 4 select complete groups, 5 build a batch, 6 score it, 7 refill it, 8 weigh its
+    groups, 9 split it into micro-batches, 10 compute old log-probabilities.
 
-    `context` is accelerator, config, log and state, which every object gets. `_run` is the run as it
-    was checked before anything was loaded; it has a toolbox if the policy may call tools.
+    `context` is accelerator, config, log and state, which every object gets. `_run` is the run as
+    it was checked before anything was loaded; it has a toolbox if the policy may call tools.
     """
 
     def __init__(
@@ -427,7 +427,8 @@ class StepParts:
         """Return this package's callbacks, in the order in which Transformers calls them.
 
         Args:
-            models_by_role: the policy and its reference model, by the names `policy` and `reference`.
+            models_by_role: the policy and its reference model, by the names `policy` and
+                `reference`.
             log_evaluation: logs the metrics of an evaluation by their names.
         """
         callbacks: list[TrainerCallback] = [

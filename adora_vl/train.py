@@ -383,10 +383,10 @@ def print_user_error(error: UserError) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 1: the run failed, or a dry run does not fit; one line names the step and the checkpoint
-    to go on from, after the traceback of its cause. 2: the user's input is wrong, in one line.
-    75: stopped by a signal, with a checkpoint. 130: interrupted outside the training. 141: nobody
-    reads what a dry run prints; a training goes on then.
+    0: done. 1: the run failed, or a dry run does not fit; one line names the step and the
+    checkpoint to go on from, after the traceback of its cause. 2: the user's input is wrong, in one
+    line. 75: stopped by a signal, with a checkpoint. 130: interrupted outside the training. 141:
+    nobody reads what a dry run prints; a training goes on then.
     """
     argv = sys.argv[1:] if arguments is None else arguments
     end_with_launcher()

@@ -5,10 +5,10 @@ can be trusted.
                       and compute old log-probabilities for micro-batches of later weight updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
-The objects that work in a step are `self.parts`, a `StepParts` of `parts.py`; this file has the order
-in which they work. Methods of the whole run, of its data and log, and of checkpoints come after those
-of the step. Where a method of stock TRL is overridden, the docstring says what TRL does there and why
-that is not enough.
+The objects that work in a step are `self.parts`, a `StepParts` of `parts.py`; this file has the
+order in which they work. Methods of the whole run, of its data and log, and of checkpoints come
+after those of the step. Where a method of stock TRL is overridden, the docstring says what TRL does
+there and why that is not enough.
 """
 
 import time
@@ -94,8 +94,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     A generation is all rollouts that are sampled before the policy learns again. It consists of
     groups, the rollouts of one prompt each. A group has signal if any of its advantages is not 0.
-    A generation is split into micro-batches, of which one or more make an optimizer step. TRL counts
-    the micro-batches of the whole run in `_step`.
+    A generation is split into micro-batches, of which one or more make an optimizer step. TRL
+    counts the micro-batches of the whole run in `_step`.
 
     The objects that do the work of a step are attributes of `self.parts`. For example, `parts.pool`
     remembers groups that wait for a later generation, and `parts.generation_sampler` samples.
@@ -351,8 +351,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
         """Make groups into a batch, grade their rollouts, and compute TRL's advantages.
 
-        This is stages 5 and 6 of a generation. The final advantages are computed later, by `_weigh`.
-        Collective: every rank has equally many groups.
+        This is stages 5 and 6 of a generation. The final advantages are computed later, by
+        `_weigh`. Collective: every rank has equally many groups.
 
         Args:
             generation: where in the run the groups are sampled.
@@ -525,15 +525,18 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return evaluation_loss
         # The number of micro-batches of this generation that were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
-        # Adds or removes `old_per_token_logps`, from which TRL takes the ratio of new to old policy.
+        # Adds or removes `old_per_token_logps`, from which TRL takes the ratio of new to old
+        # policy.
         parts.generation_logps.old_logps.prepare_loss(micro_batch, micro_step)
-        # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
+        # This is read before TRL's loss, which changes an adaptive coefficient at the end of a
+        # step.
         trl_bonus = parts.entropy_bonus.trl_bonus(
             self.entropy_coef,
             last_entropy=self._last_world_entropy,
             micro_batches_per_step=self.current_gradient_accumulation_steps,
         )
-        # Called between the policy's pass and the rest of TRL's loss. It adds the ratio to the engine.
+        # Called between the policy's pass and the rest of TRL's loss. It adds the ratio to the
+        # engine.
         add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro_batch, micro_step)
         with (
             parts.policy_pass.watch(micro_batch, add_to_loss) as watched_pass,
@@ -547,8 +550,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self._replace_policy_loss_metric(
                 parts.entropy_bonus.policy_loss_sums(micro_batch, loss, entropies_BC, trl_bonus)
             )
-        # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank skip
-        # the optimizer step.
+        # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank
+        # skip the optimizer step.
         loss = parts.ratio_guard.loss_or_nan(loss, watched_pass.logps_BC, micro_batch)
         loss = loss * parts.micro_batcher.loss_weight(micro_batch)
         if parts.entropy_bonus.is_on:
@@ -558,8 +561,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _replace_policy_loss_metric(self, sums_2: Tensor) -> None:
         """Replace the loss that TRL has logged by the average over the tokens of all ranks.
 
-        For example, let the first rank have the loss 0.5 over 10 tokens, and the second 0.1 over 30.
-        Their sums (5, 10) and (3, 30) give 8 / 40 = 0.2. Collective.
+        For example, let the first rank have the loss 0.5 over 10 tokens, and the second 0.1 over
+        30. Their sums (5, 10) and (3, 30) give 8 / 40 = 0.2. Collective.
 
         `sums_2`: this rank's policy loss times its number of tokens, and that number.
         """
@@ -569,8 +572,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _seeded_by_micro_batch(self) -> AbstractContextManager[None]:
         """Return a context in which random numbers are seeded by the micro-batch and the rank.
 
-        For example, the seed of micro-batch 0 of step 12 on rank 1 is made of `micro-batch/42/12/0/1`,
-        with the run's seed 42.
+        For example, the seed of micro-batch 0 of step 12 on rank 1 is made of
+        `micro-batch/42/12/0/1`, with the run's seed 42.
         """
         rank = self.accelerator.process_index
         return seeded_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
@@ -662,8 +665,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> TrainOutput:
         """Train in the folder that the run has locked, and record in its manifest if that fails.
 
-        If this run replaces an older run in the folder, the older run's files are moved aside first.
-        The arguments are those of `train`.
+        If this run replaces an older run in the folder, the older run's files are moved aside
+        first. The arguments are those of `train`.
         """
         run = self.run
         output_dir = Path(self.args.output_dir)
@@ -694,8 +697,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                     expect_universal_checkpoint(self)
             with errors_with_step(steps_done, self.parts.checkpoint_writer.describe_resume_point):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            # If too many steps in a row had unusable gradients, the training has ended early without
-            # an error of its own, and this has the reason. Else it is None.
+            # If too many steps in a row had unusable gradients, the training has ended early
+            # without an error of its own, and this has the reason. Else it is None.
             reason_to_stop = self.parts.skip_bad_steps.reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
@@ -816,7 +819,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         state = self.parts.checkpoint_state
         # A signal or an error stops the training only after its checkpoint is written.
         ended = self.control.should_training_stop
-        # Transformers ends the training at the last step too, and a resumed run may have more steps.
+        # Transformers ends the training at the last step too, and a resumed run may have more
+        # steps.
         ended_by_callback = ended and self.state.global_step < self.state.max_steps
         self.parts.epoch_end.note_save(self.state.global_step, ended=ended)
         metadata = state.unfinished_generation.metadata_to_save(
@@ -902,13 +906,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Stock TRL leaves this to Transformers, which does it only with
         `restore_callback_states_from_checkpoint: true`. It builds the callbacks anew with the
         arguments that the checkpoint has, and cannot save again if there is a callback with a state
-        that the checkpoint does not know. Ours restores the states in every run, since early stopping would
-        count anew.
+        that the checkpoint does not know. Ours restores the states in every run, since early
+        stopping would count anew.
         """
         callbacks = self.callback_handler.callbacks
         restore_callback_states(callbacks, self.state.stateful_callbacks)
-        # Transformers expects an entry for each callback with a state when it saves. The constructor
-        # of `TrainerState` makes the entries of the callbacks that it gets.
+        # Transformers expects an entry for each callback with a state when it saves. The
+        # constructor of `TrainerState` makes the entries of the callbacks that it gets.
         exportable = [
             item for item in (*callbacks, self.control) if isinstance(item, ExportableState)
         ]

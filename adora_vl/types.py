@@ -93,8 +93,8 @@ class RowsOnCpu:
     prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
     completion_lengths: list[int]  # (B,), in tokens
     images: list[RowImages | None]  # of each row, those of its prompt and completion together
-    # (B, C), 1 at tokens that the policy sampled, 0 at tokens of tools; None in a run without tools,
-    # where the policy samples every token
+    # (B, C), 1 at tokens that the policy sampled, 0 at tokens of tools; None in a run without
+    # tools, where the policy samples every token
     policy_mask: Tensor | None = None
     # (B, C), 1 at the tokens of images; None where no completion has images
     completion_token_types: Tensor | None = None
@@ -116,7 +116,8 @@ class RowsOnCpu:
             columns: the batch's columns of images and tools by their names. Pixels are large and
                 stay on their device. References to an image bank are copied.
         """
-        # Numbers of patches in an image bank, which are copied, or pixels, which stay where they are.
+        # Numbers of patches in an image bank, which are copied, or pixels, which stay where they
+        # are.
         pixels: Any = columns.get("pixel_values")
         has_references = pixels is not None and not pixels.is_floating_point()
         prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))
@@ -331,9 +332,9 @@ def loss_mask(batch: Batch) -> Tensor:
 def engine_comparison_mask(batch: Batch) -> Tensor:
     """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
-    It is the mask of the loss, with 0 at the first `stale_tokens` of a rollout. Earlier weights have
-    sampled these tokens, or the engine has seen other images than the policy. For example, the mask
-    (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3 stale tokens (0, 0, 0, 1).
+    It is the mask of the loss, with 0 at the first `stale_tokens` of a rollout. Earlier weights
+    have sampled these tokens, or the engine has seen other images than the policy. For example, the
+    mask (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3 stale tokens (0, 0, 0, 1).
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

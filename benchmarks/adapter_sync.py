@@ -4,8 +4,8 @@
 
 A base in 4 bits gets the adapter alone. The policy is a random Qwen2.5-VL in bfloat16 on this
 machine's CPU. Both syncs run the code of a training: `push_adapter`, and `push_weights` of
-`merged_parameters`, with the caches emptied after each. With --server they go by files, which a vLLM
-server on loopback reads. It prints medians.
+`merged_parameters`, with the caches emptied after each. With --server they go by files, which a
+vLLM server on loopback reads. It prints medians.
 """
 
 import argparse

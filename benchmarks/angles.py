@@ -1,8 +1,8 @@
 """The task `angles`: figures in words, and a small model that works on them, slips and guesses.
 
-A problem is a figure in the text form (docs/geometry.md) with its numbers, and asks for an angle. Two
-other angles stand between the numbers and the answer, so three are unknown. `benchmarks.working`
-trains on it.
+A problem is a figure in the text form (docs/geometry.md) with its numbers, and asks for an angle.
+Two other angles stand between the numbers and the answer, so three are unknown.
+`benchmarks.working` trains on it.
 """
 
 from __future__ import annotations

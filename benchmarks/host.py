@@ -1,8 +1,8 @@
 """What the host does for each token and image, in processor seconds: `python -m benchmarks.host`.
 
 While the host does this the card waits. Each row is one piece of work in two ways, ours and the one
-that stock TRL with vLLM has, or that a simple program would write; both give equal results, which is
-checked. They take turns in one process, and the ratio is of the fastest turns.
+that stock TRL with vLLM has, or that a simple program would write; both give equal results, which
+is checked. They take turns in one process, and the ratio is of the fastest turns.
 """
 
 import argparse

@@ -106,8 +106,8 @@ class PeakMemory:
     def __init__(self, leaves_out: Callable[[], bool] = lambda: False) -> None:
         """Start to watch.
 
-        `leaves_out`: returns whether the present moment belongs to a part of the step whose memory is
-        not to count in `peak_of_rest`.
+        `leaves_out`: returns whether the present moment belongs to a part of the step whose memory
+        is not to count in `peak_of_rest`.
         """
         self.peak = 0
         self.peak_of_rest = 0

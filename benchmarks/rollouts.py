@@ -3,9 +3,9 @@
     python -m benchmarks.rollouts
 
 The ways come by turns in one engine, and sample equally many tokens. Each differs from another one
-in one thing: one request per rollout or per prompt, a seed for each rollout or none, the text of the
-answer or its token ids alone. The caches are emptied before each call, as they are after each weight
-sync. It prints medians of the processor's seconds.
+in one thing: one request per rollout or per prompt, a seed for each rollout or none, the text of
+the answer or its token ids alone. The caches are emptied before each call, as they are after each
+weight sync. It prints medians of the processor's seconds.
 """
 
 import argparse

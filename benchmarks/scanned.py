@@ -4,8 +4,8 @@ It needs `pip install scikit-learn`. The task is the demo's, the last digit of a
 differences: scanned digits stand at the figure in place of drawn ones, and the last digit alone is
 rewarded. `benchmarks/scanned.yaml` is the plan: question, unit, stopping rule, and all settings. No
 scanned picture is in both the train and the test split. Every finished run is a line of
-OUTPUT/runs.jsonl. The command can be stopped and started again, and goes on with what is missing, in
-the order of the plan. `--pilot` runs the pilot's seeds alone. `--tables` prints the tables of
+OUTPUT/runs.jsonl. The command can be stopped and started again, and goes on with what is missing,
+in the order of the plan. `--pilot` runs the pilot's seeds alone. `--tables` prints the tables of
 docs/experiments.md from `benchmarks/scanned.jsonl`.
 
 `--card` is the same for a model of 60 million parameters in bfloat16 on one GPU, by the plan of
@@ -134,8 +134,8 @@ def commit_of_runs() -> str:
 def sign_flips(differences: Sequence[float]) -> float:
     """Return the exact two-sided p of the sign-flip test for paired differences.
 
-    Of all 2^n ways to give n differences a sign, it is the share whose sum is at least as far from 0
-    as the sum of the differences as they are. For 1, 2 and 3 it is 2 of 8: only all plus and all
+    Of all 2^n ways to give n differences a sign, it is the share whose sum is at least as far from
+    0 as the sum of the differences as they are. For 1, 2 and 3 it is 2 of 8: only all plus and all
     minus are as far from 0 as 6.
     """
     size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal

@@ -72,9 +72,9 @@ def mrope_sections(head_size: int) -> list[int]:
 def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
     """Return the tokens of each rollout of a group.
 
-    If `equal`, all have the median. Otherwise they are quantiles of a log-normal distribution (sigma
-    0.8) that is cut off at the limit, and the longest one is at the limit. Of n rollouts number k
-    is the quantile (k + 0.5) / n, so no length depends on chance. For example, a median of
+    If `equal`, all have the median. Otherwise they are quantiles of a log-normal distribution
+    (sigma 0.8) that is cut off at the limit, and the longest one is at the limit. Of n rollouts
+    number k is the quantile (k + 0.5) / n, so no length depends on chance. For example, a median of
     400 and a limit of 1,024 give 8 rollouts 117, 197, ... and 1,024 tokens.
     """
     if equal:

@@ -1,10 +1,10 @@
 """ADORA by work that is true and new, against ADORA by length: `python -m benchmarks.working`.
 
-The task is `benchmarks/angles.py`. `benchmarks/working.yaml` is the plan: question, arms, unit, rule,
-stopping rule, and all settings. Every finished run is a line of OUTPUT/runs.jsonl; the command can be
-stopped and started again, and goes on with what is missing, in the order of the plan. `--pilot` runs
-the pilot's seed alone. `--tables` prints the tables of docs/experiments_appendix.md from
-`benchmarks/working.jsonl`.
+The task is `benchmarks/angles.py`. `benchmarks/working.yaml` is the plan: question, arms, unit,
+rule, stopping rule, and all settings. Every finished run is a line of OUTPUT/runs.jsonl; the
+command can be stopped and started again, and goes on with what is missing, in the order of the
+plan. `--pilot` runs the pilot's seed alone. `--tables` prints the tables of
+docs/experiments_appendix.md from `benchmarks/working.jsonl`.
 """
 
 from __future__ import annotations

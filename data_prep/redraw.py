@@ -31,7 +31,8 @@ _WHITE_MARGIN = 0.02
 _RIGHT_ANGLE_SIDE = 0.03
 _ANGLE_RADIUS = 0.055
 _HALF_TICK_LENGTH = 0.014
-# The distances between the strokes on a segment and between the arcs in an angle that mark equality.
+# The distances between the strokes on a segment and between the arcs in an angle that mark
+# equality.
 _STROKE_GAP = 0.011
 _ARC_GAP = 0.014
 # How far from its point a name may stand, the nearest first.
@@ -43,7 +44,8 @@ _INK_STEP = 0.006  # the distance of the points that are remembered of a line; a
 # What a label has to keep clear of: the edge of the picture, and a circle that it stands beside.
 _LABEL_MARGIN = 0.005
 _GAP_AT_ARC = 0.03
-# How bad it is if a label leaves the picture, or lies on another one. A hidden point of ink costs 1.
+# How bad it is if a label leaves the picture, or lies on another one. A hidden point of ink costs
+# 1.
 _COST_OUTSIDE = 1000
 _COST_OF_OVERLAP = 200
 _PLAIN_TEXT_BY_LATEX = (
@@ -259,7 +261,8 @@ class _DiagramDrawing:
         """
         if term.head.startswith("PointLies"):
             return True
-        # Only an equation with a measure on its left side gives a value that can stand in a picture.
+        # Only an equation with a measure on its left side gives a value that can stand in a
+        # picture.
         if not term.is_equation or not term.arguments[0].arguments:
             return False
         # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of a part, an angle.
@@ -577,7 +580,8 @@ class _DiagramDrawing:
 def latex_as_plain_text(value: str, *, words: bool = False) -> str:
     r"""Return a value in LaTeX as a picture shows it, such as `2√3` for `2\sqrt{3}`.
 
-    Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `words` spaces stay.
+    Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `words` spaces
+    stay.
     """
     replacements: Sequence[tuple[str, str]] = _PLAIN_TEXT_BY_LATEX
     if words:

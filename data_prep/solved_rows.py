@@ -167,8 +167,8 @@ def _question_of_form(number: str, form: LogicForm) -> LabelledQuestion | None:
 def _split_of_number(number: str) -> str:
     """Return the split that Geometry3K's authors gave the problem of this number.
 
-    For example, 2401 is a test problem, 2101 one of validation, and 17 one of training. A form whose
-    name is no number is not theirs, and counts as a training problem.
+    For example, 2401 is a test problem, 2101 one of validation, and 17 one of training. A form
+    whose name is no number is not theirs, and counts as a training problem.
     """
     if number.isdecimal():
         for split, first_number in _SPLITS_WITH_FIRST_NUMBER:
@@ -220,8 +220,8 @@ def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) 
 def is_rounded_value(label: float, value: float) -> bool:
     """Return whether a label may be a computed value, rounded as text books round.
 
-    For example, the label 4.5 fits the value 4.514: they may differ by 0.06, or by 0.6 % of the label
-    if that is more.
+    For example, the label 4.5 fits the value 4.514: they may differ by 0.06, or by 0.6 % of the
+    label if that is more.
     """
     tolerance = max(_MAX_DIFFERENCE_FROM_LABEL, _MAX_SHARE_FROM_LABEL * abs(label))
     return abs(value - label) <= tolerance

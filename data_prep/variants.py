@@ -70,7 +70,8 @@ _CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # what is added to the 5 of `3x + 5`
 _MIN_POINT_DISTANCE = 0.05
 _MIN_WIDTH = 0.12
 _MIN_MARKED_DEGREES = 12.0
-# The least distance of a point from a line that it does not lie on, as a share of the figure's size.
+# The least distance of a point from a line that it does not lie on, as a share of the figure's
+# size.
 _MIN_DISTANCE_FROM_LINE = 0.03
 _MAX_DEGREES_OFF_AXIS = 4.0  # degrees from level or upright that count as such
 _STORED_DECIMALS = 9  # decimals of a stored place; floats of two machines differ in later ones
@@ -294,8 +295,8 @@ def _try_variant(
 def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | None:
     """Return the facts and the question of a geometry problem with other numbers in them.
 
-    For example, AB = 12, CD = 12 may become AB = 14, CD = 14: equal lengths or angles stay equal, and
-    a whole number stays whole. The returned form still has the points of the old diagram: the
+    For example, AB = 12, CD = 12 may become AB = 14, CD = 14: equal lengths or angles stay equal,
+    and a whole number stays whole. The returned form still has the points of the old diagram: the
     solver begins with them, and moves them to the new numbers.
 
     Returns None where no number has changed. `figure` is the solved problem, and `rng` draws.
@@ -397,8 +398,8 @@ def _solve_variant(form: LogicForm) -> Verdict | None:
     # An answer at a double root is known to four digits only.
     if result.at_double_root:
         return None
-    # These are differences in kind from the old diagram, such as a point that has moved to the other
-    # side of a line.
+    # These are differences in kind from the old diagram, such as a point that has moved to the
+    # other side of a line.
     if result.solution.faults:
         return None
     # No length, angle or area is 0 or negative.

@@ -447,8 +447,9 @@ class MathVerseDataOptions(HubDataOptions):
 def load(options: MathVerseDataOptions) -> LoadedProblems:
     """Load the problems of one split, or of both splits for `--split all`.
 
-    The split `testmini` asks each problem in five versions with a picture, `testmini_text_only` in a
-    version of words alone. Both count their samples from 1, so ids of the second get a prefix here.
+    The split `testmini` asks each problem in five versions with a picture, `testmini_text_only` in
+    a version of words alone. Both count their samples from 1, so ids of the second get a prefix
+    here.
     """
     problems: list[Problem] = []
     hashes: list[str] = []

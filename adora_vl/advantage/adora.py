@@ -330,8 +330,9 @@ def _judge_by_criterion(
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
     - `length` holds where the longest correct rollout is longer than the wrong ones on average.
     - `working` compares the net claims of rollouts in place of their length: their true and new
-      claims about the figure less their false ones. They are unknown for a problem without a figure.
-      Such a group is compared by length, or with `no_figure: keep` the criterion does not apply.
+      claims about the figure less their false ones. They are unknown for a problem without a
+      figure. Such a group is compared by length, or with `no_figure: keep` the criterion does not
+      apply.
     """
     if criterion == "difficulty":
         is_hard_P = groups.pass_rate_P <= as_schedule(options.tau).at(step)

@@ -43,8 +43,8 @@ def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
     prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. For example, with
-    groups of 4, the pass rates 0, 0.25, 0.75, 1 get -1, 0, 2, -1. If some rollouts are unscored, the
-    pass rate may lie between those of two bins. Then the prompt gets the nearer bin.
+    groups of 4, the pass rates 0, 0.25, 0.75, 1 get -1, 0, 2, -1. If some rollouts are unscored,
+    the pass rate may lie between those of two bins. Then the prompt gets the nearer bin.
     """
     right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
@@ -74,8 +74,8 @@ def losses_by_bin(
     """Return the loss L_mu of each of M bins of prompts, 0 for an empty bin: float64, (M,).
 
     It is the sum of advantage times tokens over the rollouts of the bin, divided by their tokens.
-    There are P prompts with G rollouts each. For example, a bin with the advantages 1, -1 and 30, 10
-    tokens has 40 / 40 = 1 with `magnitude`, and 20 / 40 = 0.5 with `surrogate`.
+    There are P prompts with G rollouts each. For example, a bin with the advantages 1, -1 and 30,
+    10 tokens has 40 / 40 = 1 with `magnitude`, and 20 / 40 = 0.5 with `surrogate`.
 
     Args:
         advantages_PG: the advantages, normalised by group.
@@ -217,15 +217,15 @@ class Daro(Method):
         `drop_outside` off this is GRPO.
 
         For example, let a prompt with (10, 20) tokens be alone in a bin of weight 2, and a prompt
-        with (30, 30) tokens lie outside of all bins. Advantages (1, -1) of the first become (6, -6),
-        as 2 * 90 / 30 = 6. Those of the second become 0.
+        with (30, 30) tokens lie outside of all bins. Advantages (1, -1) of the first become (6,
+        -6), as 2 * 90 / 30 = 6. Those of the second become 0.
 
         Args:
             advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale
                 per group.
             tokens_PG: the number of tokens that the loss counts.
-            bins_P: the index of each prompt's bin, or `OUTSIDE_ALL_BINS` for a prompt without a right
-                rollout or with only right ones.
+            bins_P: the index of each prompt's bin, or `OUTSIDE_ALL_BINS` for a prompt without a
+                right rollout or with only right ones.
             weights_M: the weight w_mu of each bin.
             has_reward_PG: which rollouts have a reward, bool.
         """
@@ -235,7 +235,8 @@ class Daro(Method):
             tokens_M = sum_by_bin(scored_tokens_PG, bins_P, bin_count=len(weights_M))
             all_tokens = tokens_PG.to(torch.float64).sum()
             factors_M = weights_M * all_tokens / tokens_M.clamp(min=1)
-        # Outside of all bins advantages are not 0 if rewards differ among wrong answers: 0.0 and 0.1.
+        # Outside of all bins advantages are not 0 if rewards differ among wrong answers: 0.0 and
+        # 0.1.
         outside_factor = 0.0 if self.drop_outside else 1.0
         is_outside_P = bins_P == OUTSIDE_ALL_BINS
         # An index has to be 0 or more. Outside prompts read the factor of bin 0, which is not used.

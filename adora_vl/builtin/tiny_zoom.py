@@ -71,8 +71,8 @@ class ZoomStart:
 def zoom_call(corner: str) -> str:
     """Return the text of a call of the tool `zoom` for a corner of the picture.
 
-    Its coordinates are pixels of the picture as the model sees it: the corner `top right` has x from
-    49 to 56 and y from 0 to 7.
+    Its coordinates are pixels of the picture as the model sees it: the corner `top right` has x
+    from 49 to 56 and y from 0 to 7.
     """
     side = SEEN_SIZE // CELLS_PER_SIDE  # of a corner
     x = 0 if "left" in corner else SEEN_SIZE - side

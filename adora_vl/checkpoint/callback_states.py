@@ -79,8 +79,8 @@ class EpochEnd(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     is killed in between would resume with the next epoch, without these figures. So the checkpoint
     waits for them, which concerns runs that log or evaluate by the epoch.
 
-    Where a signal or an error stops a run within an epoch, Transformers would log, evaluate and save
-    as at its end. The resumed run comes to that end later, so nothing is done here.
+    Where a signal or an error stops a run within an epoch, Transformers would log, evaluate and
+    save as at its end. The resumed run comes to that end later, so nothing is done here.
     """
 
     def __init__(self) -> None:

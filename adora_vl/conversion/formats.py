@@ -1,8 +1,8 @@
 """The formats of a table, each read as records with their positions in the file.
 
 The formats are JSON, CSV, Excel, Parquet, Arrow, shards of webdataset, and the folders that
-`save_to_disk` of `datasets` writes. Rows are read one at a time or in small batches, so that a table
-may be larger than the memory.
+`save_to_disk` of `datasets` writes. Rows are read one at a time or in small batches, so that a
+table may be larger than the memory.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
         )
-    # In the cache CACHED/snapshots/COMMIT/x.parquet is a link to CACHED/blobs/HASH. So links may lead
-    # into CACHED, and the name of the folder is the commit.
+    # In the cache CACHED/snapshots/COMMIT/x.parquet is a link to CACHED/blobs/HASH. So links may
+    # lead into CACHED, and the name of the folder is the commit.
     opened = open_local(folder, columns, root=folder.parents[1].resolve())
     return replace(opened, format="hub", revision=folder.name)
 

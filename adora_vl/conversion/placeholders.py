@@ -1,7 +1,7 @@
 """Puts a row's images into their places in its text.
 
-Sources mark the places by `<image>`, `<image1>`, `[image]`, `<img>` and the like; a prepared row has
-`<image>` alone.
+Sources mark the places by `<image>`, `<image1>`, `[image]`, `<img>` and the like; a prepared row
+has `<image>` alone.
 """
 
 import re

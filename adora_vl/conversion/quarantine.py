@@ -82,8 +82,8 @@ class Quarantine:
             quarantine_folder: where the user will find the refused rows.
 
         Raises:
-            MultiLineUserError: a larger share is unusable, or no row is stored. It has a line for each
-                reason.
+            MultiLineUserError: a larger share is unusable, or no row is stored. It has a line for
+                each reason.
         """
         share = self.unusable_count / rows
         if share <= allowed_share and stored:

@@ -78,7 +78,8 @@ def is_test_question(index: int, share: float, seed: int) -> bool:
     example, a share of 0.25 draws one of the questions 0 to 3, one of 4 to 7, and so on. So the
     test split gets its exact share, and questions that are added later do not change it.
     """
-    # A fraction, since rounding errors of the float 0.7 would put some questions into the wrong block.
+    # A fraction, since rounding errors of the float 0.7 would put some questions into the wrong
+    # block.
     exact_share = Fraction(str(share))
     block = floor(index * exact_share)
     first_index = ceil(block / exact_share)

@@ -15,7 +15,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from adora_vl.models.families import vision_by_model_type
 from adora_vl.utils.errors import UserError
 
-# The families of models that see images, by their `model_type`, with how they cut images into tokens.
+# The families of models that see images, by their `model_type`, with how they cut images into
+# tokens.
 VISION_BY_FAMILY = vision_by_model_type()
 # The family whose rule of sizes counts where no model is named.
 DEFAULT_FAMILY = "qwen2_5_vl"

@@ -98,8 +98,8 @@ def with_decoded_images(dataset: Dataset) -> Dataset:
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
         return dataset
     assert dataset._indices is None, "the table has to be in the order of the rows"
-    # `cast_column` would write all images to the disk once more. What is stored is the same with and
-    # without decoding, so the table can be used as it is.
+    # `cast_column` would write all images to the disk once more. What is stored is the same with
+    # and without decoding, so the table can be used as it is.
     info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
     return Dataset(dataset.data, info, dataset.split).with_transform(decoded_rows)
 

@@ -28,8 +28,8 @@ _PIXEL_CHUNKS = (
     b"sBIT",
     b"bKGD",
 )
-# The chunks of a PNG that have texts, and the beginnings of the texts that may say, as EXIF data do,
-# how the picture is turned: ImageMagick writes the first, and Adobe's programs the second.
+# The chunks of a PNG that have texts, and the beginnings of the texts that may say, as EXIF data
+# do, how the picture is turned: ImageMagick writes the first, and Adobe's programs the second.
 _TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")
 _TURNING_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 # The application segments of a JPEG that its pixels need, JFIF's and Adobe's. A camera's data,

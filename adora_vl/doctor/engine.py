@@ -130,8 +130,8 @@ class EngineExamination(EngineProbe):
     def check_after_change(self, *, vision: bool) -> Check:
         """Check that the engine agrees with the policy after a weight was changed and synced.
 
-        `vision`: whether the weight is one of the vision tower or projector, and not of the language
-        model. In the end it has its old value again, in the engine too.
+        `vision`: whether the weight is one of the vision tower or projector, and not of the
+        language model. In the end it has its old value again, in the engine too.
         """
         check_name = VISION_CHECK if vision else LANGUAGE_CHECK
         remedy = CACHES_REMEDY if vision else SYNC_REMEDY

@@ -1,7 +1,7 @@
 """The list of the benchmarks.
 
-A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `BENCHMARK_NAMES`; or a file
-of the user's own.
+A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `BENCHMARK_NAMES`;
+or a file of the user's own.
 """
 
 import sys

@@ -26,7 +26,8 @@ CHECKLIST_DESCRIPTION = "questions on what is marked in the picture, in place of
 MAX_QUESTIONS_OF_PICTURE = 4  # on the picture of one problem
 # An angle is asked about as no right angle only if it differs from one by this many degrees.
 _RIGHT_ANGLE_MARGIN = 5.0
-# Two lines are asked about as not parallel, or as the sides of an angle, only between these degrees.
+# Two lines are asked about as not parallel, or as the sides of an angle, only between these
+# degrees.
 _MIN_ASKED_ANGLE = 10
 _MAX_ASKED_ANGLE = 170
 

@@ -1,7 +1,7 @@
 """Compares runs of one model with other views or tools: whether it sees, reasons, or needs tools.
 
-A view is what the model was shown of a problem (`--view`): the picture, its facts in words, both, or
-a grey picture.
+A view is what the model was shown of a problem (`--view`): the picture, its facts in words, both,
+or a grey picture.
 """
 
 import json

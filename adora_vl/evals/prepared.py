@@ -46,9 +46,9 @@ class GraderOptions(ScoreOptions):
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
     r"""Return the form in which a reference answer is written, by which answers are grouped.
 
-    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer that fits
-    several has the first of them in this order: `2 \sqrt { 3 } \pi` is a radical. Only an answer
-    with choices can be a letter.
+    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer that
+    fits several has the first of them in this order: `2 \sqrt { 3 } \pi` is a radical. Only an
+    answer with choices can be a letter.
     """
     text = "".join(answer.split())
     if choices and re.fullmatch(r"\(?[A-Z]\)?", text):

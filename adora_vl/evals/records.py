@@ -23,7 +23,8 @@ Score = dict[str, Any]
 CORRECT = "correct"
 WRONG = "wrong"
 FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
-# Other names of benchmarks, in commands, score files and logs, with the name of the benchmark itself.
+# Other names of benchmarks, in commands, score files and logs, with the name of the benchmark
+# itself.
 BENCHMARK_BY_ALIAS = {"geometry3k": "problems"}
 JUDGE_FAILED = "judge_failed"  # the `method` of an extraction that no judge could make
 

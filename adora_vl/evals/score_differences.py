@@ -112,9 +112,9 @@ def paired_test(
 ) -> PairedTest:
     """Count the problems with a higher and with a lower accuracy after, and test it by McNemar.
 
-    The accuracies (0, 1, 0) before and (1, 1, 0) after give one gained and none lost. Without single
-    answers to independent problems there is no test, and its p is None. The arguments are those of
-    `paired_difference`.
+    The accuracies (0, 1, 0) before and (1, 1, 0) after give one gained and none lost. Without
+    single answers to independent problems there is no test, and its p is None. The arguments are
+    those of `paired_difference`.
     """
     gained = 0
     lost = 0

@@ -112,7 +112,8 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
         raise UnreadError("the form does not say which sector is meant")
     ((points, size),) = size_by_points.items()
     first, corner, last = points
-    # `angle_between` is the inner angle, at most 180 degrees. The other way round is the rest of the full turn.
+    # `angle_between` is the inner angle, at most 180 degrees. The other way round is the rest of
+    # the full turn.
     angle = measures.angle_between(first, corner, last)
     if size is not None and size > 180:
         return minus(Constant(360.0), angle)

@@ -75,8 +75,8 @@ class CheckedFigure:
         self.state = state_of_figure(figure, problem)
         self.rival_states = [state_of_figure(rival, problem) for rival in figure.rivals]
         _, jacobian = self.system.residuals(self.state)
-        # An unknown that moves many facts is scaled down, so that rows of lengths, angles and letters
-        # can be compared.
+        # An unknown that moves many facts is scaled down, so that rows of lengths, angles and
+        # letters can be compared.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
         self.free_movements = self._free_movements(jacobian * self.scales)

@@ -162,8 +162,8 @@ def _choose_without_picture(
 ) -> Outcome:
     """Return the outcome where no picture chooses, so that all figures have to agree.
 
-    `candidates` are the figures to choose from. At least two have to be there, since a single one may be
-    one of several.
+    `candidates` are the figures to choose from. At least two have to be there, since a single one
+    may be one of several.
     """
     best = min(
         candidates, key=lambda solution: (solution.faults, solution.residual, solution.start)

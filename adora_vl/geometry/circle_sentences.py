@@ -197,8 +197,8 @@ def inscribed(
 ) -> None:
     """Add that a polygon has its corners on a circle: "triangle ABC is inscribed in circle O".
 
-    The polygon may have adjectives such as "isosceles", and a kind such as "triangle". A circle that
-    no sentence names gets a new centre.
+    The polygon may have adjectives such as "isosceles", and a kind such as "triangle". A circle
+    that no sentence names gets a new centre.
     """
     if adjectives is not None:
         special(draft, adjectives=adjectives, kind=kind, names=names)

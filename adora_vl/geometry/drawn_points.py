@@ -432,8 +432,8 @@ class DrawnPoints:
     def _find_collinear_as_drawn(self) -> list[tuple[str, str, str]]:
         """Return the points that the picture alone shows on a line, each as (B, A, C).
 
-        The lines AB, BC and AC are drawn, and B seems to lie on AC between A and C, but no fact says
-        so. B is also added to the points on AC in `points_on_segment`.
+        The lines AB, BC and AC are drawn, and B seems to lie on AC between A and C, but no fact
+        says so. B is also added to the points on AC in `points_on_segment`.
         """
         straight = []
         for first, last in self.form.lines:

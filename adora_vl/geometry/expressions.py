@@ -23,8 +23,8 @@ from adora_vl.geometry.quantities import (
     times,
 )
 
-# Bounds on what a stranger writes: beyond these no text is a value of a diagram, and numbers overflow
-# or a reader takes long.
+# Bounds on what a stranger writes: beyond these no text is a value of a diagram, and numbers
+# overflow or a reader takes long.
 MAX_NUMBER = 1e9
 MAX_EXPONENT = 12.0
 MAX_NESTING = 20

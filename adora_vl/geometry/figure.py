@@ -26,9 +26,9 @@ _SAME_SHARE = 1e-3  # share by which distances and values of one figure may diff
 class Figure:
     """A figure that fulfils the facts of a form.
 
-    `coordinates`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
-    (`angle 1`). `assumed`: what only the picture shows, in words. `rivals`: figures that fulfil the
-    facts as well and have the same answer, where no picture chooses one of them.
+    `coordinates`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered
+    angles (`angle 1`). `assumed`: what only the picture shows, in words. `rivals`: figures that
+    fulfil the facts as well and have the same answer, where no picture chooses one of them.
     """
 
     coordinates: Mapping[str, Point]

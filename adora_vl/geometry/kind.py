@@ -47,8 +47,8 @@ class KindOfFigure:
         point_orders: The points of each line in the order in which they lie on it.
         drawn_turns: The corners that the picture bends.
         uncrossed_pairs: The pairs of segments that do not cross in the picture, as four ends.
-        convex_polygons: Polygons that go round once. This and the following are empty where there is a
-            picture, since it shows them.
+        convex_polygons: Polygons that go round once. This and the following are empty where there
+            is a picture, since it shows them.
         inner_points: Points that lie inside polygons.
         separate_arcs: Pairs of arcs that lie beside each other.
     """

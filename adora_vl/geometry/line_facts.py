@@ -77,8 +77,8 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point is a midpoint, as the fact `IsMidpointOf(Point(M), Line(A, B))` does.
 
-    In place of the line may stand `LegOf(...)` or `SideOf(...)` with a shape. This means the side of
-    the shape on which the point lies. Raises `UnreadError` for anything else.
+    In place of the line may stand `LegOf(...)` or `SideOf(...)` with a shape. This means the side
+    of the shape on which the point lies. Raises `UnreadError` for anything else.
     """
     point = point_of_term(measures, term.arguments[0])
     target = term.arguments[1]
@@ -162,8 +162,8 @@ def _bisected_angle(drawing: Drawing, term: Term, line: tuple[str, str]) -> Sequ
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle.
 
-    - `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`: AB is perpendicular to CD, and A is as far
-      from C as from D.
+    - `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`: AB is perpendicular to CD, and A is as
+      far from C as from D.
     - With a triangle in place of `Line(C, D)` the perpendicular bisectors of its sides meet in the
       point that a fact `IntersectAt` names. That point is equally far from all corners.
 
@@ -207,9 +207,9 @@ def _midpoint_of_drawn_foot(
 ) -> Iterator[Relation]:
     """Say of the drawn point that looks like the midpoint of a side that it is the midpoint.
 
-    The perpendicular bisector of the side is drawn through that point. The side goes from `start` to
-    `end`. `names` are the corners of the triangle, none of which is such a point. Nothing is said
-    where no point looks like the midpoint.
+    The perpendicular bisector of the side is drawn through that point. The side goes from `start`
+    to `end`. `names` are the corners of the triangle, none of which is such a point. Nothing is
+    said where no point looks like the midpoint.
     """
     places = drawing.places
     # How much the two parts of the side differ at each point on it, as a share.

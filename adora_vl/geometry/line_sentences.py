@@ -144,8 +144,9 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
 def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
     """Return the angle of the last polygon with this corner, by three points.
 
-    For example, the corner B of triangle ABC gives A, B, C. Polygons that have the point `inside`, to
-    which the bisector goes, are passed over. Without such a polygon the corner alone is returned.
+    For example, the corner B of triangle ABC gives A, B, C. Polygons that have the point `inside`,
+    to which the bisector goes, are passed over. Without such a polygon the corner alone is
+    returned.
     """
     for shape in reversed(draft.polygons):
         if corner in shape.names and inside not in shape.names:

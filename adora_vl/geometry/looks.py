@@ -25,8 +25,8 @@ from adora_vl.geometry.vectors import cosine
 # look exact.
 MAX_DEGREES_OF_STATED_TANGENT = 22.0
 MAX_DEGREES_OF_SEEN_TANGENT = 9.0
-# Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A picture
-# that is not to scale is off by more.
+# Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A
+# picture that is not to scale is off by more.
 _MAX_DEGREES_FROM_RIGHT = 2.5
 _MAX_DEGREES_FROM_PARALLEL = 2.0
 _MAX_OFFSET_FROM_CHORD = 0.03  # share of a chord's length that the centre may lie beside it

@@ -41,8 +41,8 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        # One pair of equal sides would be enough. All four are said, since the solver that works with
-        # angles alone looks for pairs of equal sides.
+        # One pair of equal sides would be enough. All four are said, since the solver that works
+        # with angles alone looks for pairs of equal sides.
         sides = [(a, b), (b, c), (c, d), (d, a), (a, b)]
         for side, next_side in pairwise(sides):
             yield same_length(measures, side, next_side)
@@ -129,12 +129,12 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a polygon is regular: `Regular(Polygon(...))` or `Equilateral(Triangle(A, B, C))`.
 
-    All sides are equal. All angles are also said to be equal where equal sides do not make a polygon
-    regular: with more than four corners, and for a quadrilateral that is called `Regular`.
+    All sides are equal. All angles are also said to be equal where equal sides do not make a
+    polygon regular: with more than four corners, and for a quadrilateral that is called `Regular`.
     """
     corners = measures.drawing.corners_of_shape(inner_shape(term))
-    # Equal sides make a triangle regular, and four of them only make a rhombus. A fact `Square` says
-    # its right angles elsewhere.
+    # Equal sides make a triangle regular, and four of them only make a rhombus. A fact `Square`
+    # says its right angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
     yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
 

@@ -29,7 +29,8 @@ class Scale:
     """The sizes of a figure and of its picture.
 
     `size` is the length of the figure's larger side in the problem's unit, `pixels` that side in
-    the picture (1 without a picture). `is_given` says whether a given length or area tells the size.
+    the picture (1 without a picture). `is_given` says whether a given length or area tells the
+    size.
     """
 
     size: float

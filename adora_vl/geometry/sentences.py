@@ -143,8 +143,9 @@ def _possible_splits(plain: str) -> Iterator[tuple[str, str]]:
     """Yield the ways to divide a sentence in two.
 
     First it is divided at words such as "and", from the last one on. Then a shape at its end or at
-    its begin is taken for a fact of its own: "DE is parallel to BC of triangle ABC". Such a shape is
-    the first part, since the other one may refer to it: "AB is the base of isosceles triangle ABC".
+    its begin is taken for a fact of its own: "DE is parallel to BC of triangle ABC". Such a shape
+    is the first part, since the other one may refer to it: "AB is the base of isosceles triangle
+    ABC".
     """
     joints = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
     for joint in reversed(joints):
@@ -212,8 +213,8 @@ def _describe_fault(plain: str) -> str:
 def _add_equation(draft: Draft, text: str) -> None:
     """Note an equation of two or more sides.
 
-    `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives AB : BC = 3 : 4
-    and BC : CA = 4 : 5.
+    `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives AB : BC = 3
+    : 4 and BC : CA = 4 : 5.
     """
     sides = [_read_ratio(draft, _note_descriptions(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):

@@ -24,10 +24,10 @@ from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None:
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
-    `adjectives` are one or two words such as "right isosceles". Without `kind` the number of corners
-    says the kind. Later sentences may say which sides of an isosceles triangle are equal, or which
-    corner of a right one is right. So these two words are settled after the last sentence. A cyclic
-    shape gets a circle through its corners, whose centre is a new point.
+    `adjectives` are one or two words such as "right isosceles". Without `kind` the number of
+    corners says the kind. Later sentences may say which sides of an isosceles triangle are equal,
+    or which corner of a right one is right. So these two words are settled after the last sentence.
+    A cyclic shape gets a circle through its corners, whose centre is a new point.
 
     Raises `SentenceError` where the kind has another number of corners.
     """
@@ -153,8 +153,8 @@ def line_of_triangle(
     """Add a median or an altitude of a triangle: "AD is the altitude of ABC", or "of ABC to BC".
 
     It goes from a corner to a foot on the opposite side. `role` is "median", "altitude" or
-    "height". Raises `SentenceError` where the line does not begin at one corner, and where `side` is
-    not the opposite side.
+    "height". Raises `SentenceError` where the line does not begin at one corner, and where `side`
+    is not the opposite side.
     """
     corners = split_point_names(names)
     if len(corners) == 4:

@@ -22,8 +22,8 @@ from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System
 from adora_vl.geometry.words import term_in_words
 
-# Larger forms are no diagrams of a school book, and a search in them would take minutes. The largest
-# of Geometry3K has 26 points.
+# Larger forms are no diagrams of a school book, and a search in them would take minutes. The
+# largest of Geometry3K has 26 points.
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200

@@ -19,8 +19,8 @@ from adora_vl.utils.errors import UserError
 # A name in capitals is none of our keys: its value only enters a computation, as
 # `PROMPTS_PER_GENERATION` does that of `steps_per_generation`.
 KeyMap = Mapping[str, tuple[str, Any]]
-# What it means that a key of the other trainer has no counterpart here, by a part of the key's name.
-# The first part that is in the name counts.
+# What it means that a key of the other trainer has no counterpart here, by a part of the key's
+# name. The first part that is in the name counts.
 _MEANING_BY_NAME_PART = {
     "fsdp": "how the model is divided is in configs/accelerate: zero3.yaml, zero3_offload.yaml",
     "offload": "configs/accelerate/zero3_offload.yaml keeps the optimizer in the host's memory",
@@ -33,7 +33,8 @@ _MEANING_BY_NAME_PART = {
     "resume": "a checkpoint of another trainer cannot be continued",
     "load_checkpoint": "a checkpoint of another trainer cannot be continued",
 }
-# `${a.b}` of OmegaConf, and what a shell would fill in; a `$` that ends a regular expression is none.
+# `${a.b}` of OmegaConf, and what a shell would fill in; a `$` that ends a regular expression is
+# none.
 _COMPUTED = re.compile(r"\$[A-Za-z_{(0-9]|`")
 _LONGEST_VALUE = 60  # characters of a value that is quoted
 

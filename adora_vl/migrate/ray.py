@@ -20,8 +20,8 @@ _LOSS_TYPE_BY_AVERAGING = {
     "seq": "grpo",
     "seq-mean-token-mean": "grpo",
 }
-# What EasyR1 and verl call the loss that TRL has by default, and the losses whose ratio is that of a
-# whole answer.
+# What EasyR1 and verl call the loss that TRL has by default, and the losses whose ratio is that of
+# a whole answer.
 _CLIPPED_LOSSES = ("default", "vanilla")
 _SEQUENCE_LOSSES = ("gspo", "gspo_token")
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
@@ -61,8 +61,8 @@ def convert_direct_keys(migration: Migration) -> None:
 def convert_lora(migration: Migration) -> None:
     """Convert the LoRA adapter, if the run has one.
 
-    Without `lora_target_modules` an adapter of this package is on every linear layer of the language
-    model, and on none of the vision tower. So the layers become:
+    Without `lora_target_modules` an adapter of this package is on every linear layer of the
+    language model, and on none of the vision tower. So the layers become:
 
         all linear layers               lora_target_modules: all-linear
         all linear layers, not vision   no key, and a remark
@@ -111,8 +111,8 @@ def convert_lora(migration: Migration) -> None:
 def convert_batches(migration: Migration) -> GenerationLayout:
     """Convert the sizes of batches, and return how a generation is divided.
 
-    EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes, in
-    each of which every GPU has `per_device_train_batch_size` answers. For example, 8 GPUs with 4
+    EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes,
+    in each of which every GPU has `per_device_train_batch_size` answers. For example, 8 GPUs with 4
     answers each make a pass of 32 answers. With 5 answers to a prompt:
 
         512 prompts of a generation       512 x 5 / 32 = 80   steps_per_generation
@@ -199,8 +199,8 @@ def _convert_policy_loss(migration: Migration) -> None:
     elif loss == "cispo":
         bound_name = migration.mapped_name("epsilon_high")
         cap = 1 + migration.get_mapped("epsilon_high")
-        # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's CISPO
-        # has no lower bound, and no second bound (`delta`).
+        # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's
+        # CISPO has no lower bound, and no second bound (`delta`).
         migration.set_key(
             "epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself"
         )
@@ -347,8 +347,8 @@ def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
 def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
     """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
-    Transformers has one key for both, and reads a number below 1 as a share. Its schedule `constant`
-    never warms up, while `constant` of the other trainers does if they have a warm-up.
+    Transformers has one key for both, and reads a number below 1 as a share. Its schedule
+    `constant` never warms up, while `constant` of the other trainers does if they have a warm-up.
 
     The keys `WARMUP_STEPS` and `WARMUP_SHARE` of `migration.key_map` are the length of the warm-up.
     """

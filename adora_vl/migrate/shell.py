@@ -123,8 +123,8 @@ def _read_line(script: Script, words: list[str]) -> None:
 def _read_array_word(script: Script, word: str) -> bool:
     """Add a word to an array of the script, and return whether it belongs to one.
 
-    For example, the words `ARGS=(`, `lr=1`, `n=8)` are the array ARGS of `lr=1` and `n=8`; the array
-    ends with a word that ends with `)`. The words of a script have to come in order, since
+    For example, the words `ARGS=(`, `lr=1`, `n=8)` are the array ARGS of `lr=1` and `n=8`; the
+    array ends with a word that ends with `)`. The words of a script have to come in order, since
     `script.open_array` says whether an array has begun.
     """
     beginning = _ARRAY_PATTERN.fullmatch(word) if script.open_array is None else None

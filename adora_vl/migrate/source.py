@@ -37,8 +37,8 @@ class Source:
     def find_path(self, name: str) -> Path | None:
         """Return the path of a file or folder that a config names; None where there is none.
 
-        It is looked for in the current folder, in that of the config, and in the folders above that,
-        since scripts name files from the top of their repository.
+        It is looked for in the current folder, in that of the config, and in the folders above
+        that, since scripts name files from the top of their repository.
         """
         if not name or "\0" in name:
             return None
@@ -250,8 +250,8 @@ def _apply_arguments(source: Source, words: list[str], *, nested: bool) -> None:
 def _pop_config_files(values: dict[str, Any]) -> list[str]:
     """Return the names of the config files that a command builds on, and remove them from `values`.
 
-    EasyR1 writes `config=FILE`, and TRL and ms-swift write `--config FILE`. In verl `--config-path conf
-    --config-name ppo` is the file `conf/ppo.yaml`.
+    EasyR1 writes `config=FILE`, and TRL and ms-swift write `--config FILE`. In verl `--config-path
+    conf --config-name ppo` is the file `conf/ppo.yaml`.
     """
     names: list[str] = []
     folder = values.pop("config_path", None)
@@ -268,8 +268,8 @@ def _pop_config_files(values: dict[str, Any]) -> list[str]:
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     """Parse arguments such as `key=value`, `--key value ...`, `--key=value` and `--flag`.
 
-    For example, `a.b=1 --lr=0.5 --names x y --flag` gives {"a.b": 1, "lr": 0.5, "names": ["x", "y"],
-    "flag": True}.
+    For example, `a.b=1 --lr=0.5 --names x y --flag` gives {"a.b": 1, "lr": 0.5, "names": ["x",
+    "y"], "flag": True}.
 
     Raises:
         UserError: a word belongs to no key.
@@ -326,9 +326,9 @@ def _parse_value(words: list[str]) -> Any:
 def parse_launcher_options(words: Sequence[str]) -> dict[str, str]:
     """Parse the options of a launcher such as `accelerate launch`, and return them by their names.
 
-    They are written `--key value` or `--key=value`. Words that belong to no option are left out. For
-    example, `accelerate launch --num_processes 8 --use_cpu --x=3 train.py` gives {"num_processes":
-    "8", "use_cpu": "", "x": "3"}.
+    They are written `--key value` or `--key=value`. Words that belong to no option are left out.
+    For example, `accelerate launch --num_processes 8 --use_cpu --x=3 train.py` gives
+    {"num_processes": "8", "use_cpu": "", "x": "3"}.
     """
     value_by_option: dict[str, str] = {}
     # The option to which the next word belongs; empty for none. An option that has a value already,

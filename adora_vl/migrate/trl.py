@@ -38,8 +38,8 @@ _COLUMNS = {
 def convert_trl(migration: Migration) -> LaunchPlan:
     """Convert a config of TRL, and return how its processes are started.
 
-    Most of TRL's keys are keys of this package too. Data, prompt and rewards of TRL's examples stand
-    in their Python code, which is not read: remarks say what to write for them.
+    Most of TRL's keys are keys of this package too. Data, prompt and rewards of TRL's examples
+    stand in their Python code, which is not read: remarks say what to write for them.
     """
     migration.defaults = _DEFAULTS
     migration.set_method()
@@ -100,8 +100,9 @@ def _build_launch_plan(migration: Migration) -> LaunchPlan:
 def sharding_config_name(name: str) -> str:
     """Return the file of `configs/accelerate` that divides the model as another config does.
 
-    `name` is the name of a config file of accelerate or DeepSpeed. For example, `deepspeed_zero3.yaml`
-    and `fsdp2.yaml` give `zero3`. The result is empty where the name does not say how.
+    `name` is the name of a config file of accelerate or DeepSpeed. For example,
+    `deepspeed_zero3.yaml` and `fsdp2.yaml` give `zero3`. The result is empty where the name does
+    not say how.
     """
     for stage in ("zero3_offload", "zero3", "zero2"):
         if stage in name:

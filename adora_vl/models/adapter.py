@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from trl import ModelConfig
 
 _MODEL_CONFIG_FILE = "config.json"  # a folder with this file is a whole model, not an adapter alone
-# The files that are fetched for an adapter on the hub: its weights, and its processor if it has one.
+# The files that are fetched for an adapter on the hub: its weights, and its processor if it has
+# one.
 _FETCHED_FILE_PATTERNS = (
     "adapter_model.safetensors",
     "*.json",
@@ -69,8 +70,8 @@ class Adapter:
 def read_adapters(key: str, name: str, revision: str | None = None) -> list[Adapter]:
     """Return the adapter that a user names as the model, and the adapters that it was trained on.
 
-    For example, an adapter `b` that was trained on an adapter `a` of a whole model gives [b, a]. The
-    list is empty for a whole model. Adapters on the hub are fetched.
+    For example, an adapter `b` that was trained on an adapter `a` of a whole model gives [b, a].
+    The list is empty for a whole model. Adapters on the hub are fetched.
 
     Args:
         key: the user's key, which errors begin with.
@@ -291,7 +292,8 @@ def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
         peft_model = get_peft_model(model, adapter.config)
         restore_adapter(peft_model, "default", adapter.folder)
         if is_deepspeed_zero3_enabled():
-            # PEFT cannot merge the part of a weight that a rank has, so each layer is gathered first.
+            # PEFT cannot merge the part of a weight that a rank has, so each layer is gathered
+            # first.
             for layer in peft_model.modules():
                 if isinstance(layer, BaseTunerLayer):
                     with gathered_parameters(layer.parameters()):

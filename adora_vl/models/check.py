@@ -132,8 +132,8 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
     `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
     `model_init_kwargs`.
     """
-    # `from_pretrained` takes most of its arguments out of **kwargs (`kwargs.pop("revision", None)`),
-    # so their names stand in its source and not in its signature.
+    # `from_pretrained` takes most of its arguments out of **kwargs (`kwargs.pop("revision",
+    # None)`), so their names stand in its source and not in its signature.
     source = inspect.getsource(PreTrainedModel.from_pretrained)
     parameters = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,

@@ -32,8 +32,8 @@ TINY_TEXT_MODEL = "tiny_text"
 TINY_PERIMETER_MODEL = "tiny_perimeter"
 TINY_ZOOM_MODEL = "tiny_zoom"
 TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
-# A checkout has these three models, so that a demo starts at once. A wheel has `tiny` alone. A missing
-# model is built at its first use and kept in the cache folder.
+# A checkout has these three models, so that a demo starts at once. A wheel has `tiny` alone. A
+# missing model is built at its first use and kept in the cache folder.
 PRETRAINED_FOLDER = Path(__file__).parents[1] / "builtin" / "pretrained"
 FOLDER_BY_TINY_MODEL = {
     TINY_MODEL: PRETRAINED_FOLDER,
@@ -55,8 +55,8 @@ _HASHED_FILE_PATTERNS = (
 )
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 MERGED_FOLDER = "merged"
-# Returns a context in which parameters that ZeRO-3 shards are whole, so that they can be read. It is
-# TRL's `gather_params`.
+# Returns a context in which parameters that ZeRO-3 shards are whole, so that they can be read. It
+# is TRL's `gather_params`.
 GatherParameters = Callable[[Iterable[Any]], AbstractContextManager[Any]]
 
 
@@ -69,7 +69,8 @@ def resolve_model_name(name: str) -> str:
         output_dir of a run with LoRA, such as RUN  the merged model in it, RUN/merged
         anything else                               `name` itself
 
-    Raises `UserError` if a tiny model cannot be built, and for a LoRA adapter without a merged model.
+    Raises `UserError` if a tiny model cannot be built, and for a LoRA adapter without a merged
+    model.
     """
     shipped_folder = FOLDER_BY_TINY_MODEL.get(name)
     if shipped_folder is not None and (shipped_folder / "model.safetensors").is_file():
@@ -144,7 +145,8 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
     """Return a text that identifies the weights, settings and tokenizer of a model.
 
     For a model folder it is the `content_hash` of its files. For a hub id it is the commit that the
-    revision stands for now, since a branch such as `main` moves. It is None if the commit is unknown.
+    revision stands for now, since a branch such as `main` moves. It is None if the commit is
+    unknown.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -270,8 +272,8 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
 def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     """Put the weights in `folder` into the adapter of a `PeftModel` that is called `name`.
 
-    Collective under ZeRO-3, which shards parameters. Raises `RunError` where a tensor of the adapter
-    is missing in the files, or a tensor of the files has no place in the adapter.
+    Collective under ZeRO-3, which shards parameters. Raises `RunError` where a tensor of the
+    adapter is missing in the files, or a tensor of the files has no place in the adapter.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 

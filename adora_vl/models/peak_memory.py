@@ -38,7 +38,8 @@ class PeakCandidate:
     name: str
     transient_bytes: int  # what is held for this moment only
     kept_bytes: int  # what the language model and its head still keep for the backward pass
-    # share of the language model's layers whose backward pass is over, so that their gradients exist
+    # share of the language model's layers whose backward pass is over, so that their gradients
+    # exist
     backward_share: float = 0.0
 
 
@@ -168,7 +169,8 @@ class ActivationMemory:
 
         # A binary search over 0 to layers - 1, since each further recomputed layer lowers the peak.
         # If none of these fits, `bisect_left` returns the number of all layers. That need not be
-        # tried: the model's last layer has its backward pass first, when its values are in memory either way.
+        # tried: the model's last layer has its backward pass first, when its values are in memory
+        # either way.
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
     def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:

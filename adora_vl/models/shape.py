@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 # the public config.json of the models in our recipes, for planning offline
 SHAPES_FOLDER = Path(__file__).with_name("shapes")
 
-# The number of patches in one pass of a frozen vision tower. It is enough to keep a GPU busy. A pass
-# with all images of a generation took 14 GiB (7B model, 128 rollouts, an image of 1,280 tokens each).
+# The number of patches in one pass of a frozen vision tower. It is enough to keep a GPU busy. A
+# pass with all images of a generation took 14 GiB (7B model, 128 rollouts, an image of 1,280 tokens
+# each).
 PATCHES_PER_PASS = 16_000
 
 
@@ -96,8 +97,8 @@ class ModelShape:
     def base_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of the base model, without the parameters of adapters.
 
-        For example, let the base have 1,000 parameters, 800 of them in 4 bits with 0.5625 bytes each.
-        With 2 bytes for each of the others it has 200 * 2 + 450 = 850 bytes.
+        For example, let the base have 1,000 parameters, 800 of them in 4 bits with 0.5625 bytes
+        each. With 2 bytes for each of the others it has 200 * 2 + 450 = 850 bytes.
 
         `parameter_bytes`: the bytes of a parameter that is not in 4 bits.
         """

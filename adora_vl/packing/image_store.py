@@ -116,8 +116,8 @@ def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
     """Return one frame of each patch of an image, (R, F), from whole patches, (R, D).
 
     A patch has room for `temporal_patch_size` frames of a film. For an image the processor repeats
-    its only frame in each channel: `x x y y` becomes `x y`, where x is the frame of the first channel
-    and y that of the second.
+    its only frame in each channel: `x x y y` becomes `x y`, where x is the frame of the first
+    channel and y that of the second.
 
     Args:
         patches_RD: the patches of an image, as the processor returns them.
@@ -136,8 +136,8 @@ def effective_settings(
 ) -> dict[str, Any]:
     """Return the processor's settings for one call, whose arguments override its own settings.
 
-    Two calls with the same settings make the same patches of an image. `overrides`: the arguments of
-    the call, such as `min_pixels`.
+    Two calls with the same settings make the same patches of an image. `overrides`: the arguments
+    of the call, such as `min_pixels`.
     """
     arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
     settings = {**image_processor.to_dict(), **arguments}
@@ -291,8 +291,8 @@ class ImageBank:
     numbers.
 
     An image is stored as bytes: one frame of each patch, (R, F). They are normalised when a vision
-    tower reads them. If an extension has changed the normalised patches, such as by noise, these are
-    stored instead, (R, D).
+    tower reads them. If an extension has changed the normalised patches, such as by noise, these
+    are stored instead, (R, D).
     """
 
     def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:

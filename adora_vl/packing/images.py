@@ -31,8 +31,8 @@ from adora_vl.packing.prompts import (
 from adora_vl.packing.vision import SharedVision
 from adora_vl.types import Batch, Row
 
-# What each process keeps of processed images over steps and epochs. 1,780 images of 448 x 448 pixels
-# fit into it.
+# What each process keeps of processed images over steps and epochs. 1,780 images of 448 x 448
+# pixels fit into it.
 CACHE_BYTES = 2**30
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 def may_have_images(dataset: "Dataset") -> bool:
     """Return whether any row of a training data set may have an image.
 
-    The table of a `datasets.Dataset` tells it. Any other data set has no table, and its rows are not
-    read here, so the result is True.
+    The table of a `datasets.Dataset` tells it. Any other data set has no table, and its rows are
+    not read here, so the result is True.
     """
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None:

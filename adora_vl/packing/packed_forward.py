@@ -109,8 +109,8 @@ class PackedForward:
 
     Rows with the same prompt are packed: the prompt once, then all of its completions. The first
     pass of a run is compared with padded rows. If they differ, packing is disabled. A chunk is the
-    rows of one forward pass, grouped by prompt: [[0, 1], [2]] are three rows, of which the first two
-    share a prompt.
+    rows of one forward pass, grouped by prompt: [[0, 1], [2]] are three rows, of which the first
+    two share a prompt.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class PackedForward:
     ) -> None:
         """Compare packed with padded log-probabilities of the first chunk. Collective.
 
-        A chunk is the rows of one forward pass. If the two differ by more than rounding on any rank,
-        `disabled_reason` is set on every rank, and the run goes on with padded rows.
+        A chunk is the rows of one forward pass. If the two differ by more than rounding on any
+        rank, `disabled_reason` is set on every rank, and the run goes on with padded rows.
 
         Args:
             inputs: the arguments of the pass.
@@ -376,9 +376,9 @@ def _images_in_order(rows_on_cpu: RowsOnCpu, groups: RowGroups) -> list[RowImage
 def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
     """Return the columns of images and tools of the first `rows` rows, by name.
 
-    `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All other columns have
-    one per row. For example, let the first two rows have one image of 4 and one of 6 patches. With
-    `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
+    `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All other columns
+    have one per row. For example, let the first two rows have one image of 4 and one of 6 patches.
+    With `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
     """
     images_by_row = inputs.rows_on_cpu.images[:rows]  # None for a row without images
     images_of_first_rows = [row_images for row_images in images_by_row if row_images is not None]
@@ -416,7 +416,8 @@ def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     [[0, 1], [2, 3]] and [[4, 5]].
 
     `pixel_values` may be references into an image bank, which are integers, or pixels. References
-    tell which rows have equal images. Pixels do not, so every row with pixels is a group of its own.
+    tell which rows have equal images. Pixels do not, so every row with pixels is a group of its
+    own.
     """
     rows = range(len(inputs.input_ids))
     rows_per_chunk = inputs.rows_per_chunk

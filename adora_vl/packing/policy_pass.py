@@ -118,9 +118,9 @@ class WatchedPass:
 class PolicyPass:
     """TRL's `_get_per_token_logps_and_entropies`, with shared prompts where they save work.
 
-    A shared prompt is computed once for all completions of its group, in packed rows without padding.
-    The first pass of a run compares packed with padded rows, and prompts are not shared if these
-    differ. All passes of the policy and of the reference model go through this object.
+    A shared prompt is computed once for all completions of its group, in packed rows without
+    padding. The first pass of a run compares packed with padded rows, and prompts are not shared if
+    these differ. All passes of the policy and of the reference model go through this object.
     """
 
     def __init__(
@@ -180,8 +180,9 @@ class PolicyPass:
     ) -> Iterator[WatchedPass]:
         """Give the passes inside the block a micro-batch to read, and keep the first one's result.
 
-        The block calls TRL's loss, which calls the pass. TRL's loss neither hands the micro-batch on
-        to the pass, nor returns what the pass has computed. Yields the object that gets the result.
+        The block calls TRL's loss, which calls the pass. TRL's loss neither hands the micro-batch
+        on to the pass, nor returns what the pass has computed. Yields the object that gets the
+        result.
 
         Args:
             micro_batch: the micro-batch whose rows all passes inside the block read.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def prompt_images(rows_on_cpu: RowsOnCpu, row: int) -> RowImages | None:
     """Return the images in a row's prompt; None where no row of the batch has images.
 
-    For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has the
-    first two grids and the first 10 patches.
+    For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has
+    the first two grids and the first 10 patches.
 
     Args:
         rows_on_cpu: the copy of a batch on the CPU. It has the images of a row's prompt and

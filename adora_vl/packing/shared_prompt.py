@@ -349,8 +349,8 @@ class _SequenceBuilder:
         start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
         self._token_index_parts.append(torch.arange(start, start + rollout_length))
         self._position_parts.append(positions)
-        # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool wrote
-        # a2, it is in the sequence but is not scored, and the columns are 0 2.
+        # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool
+        # wrote a2, it is in the sequence but is not scored, and the columns are 0 2.
         scored_columns = torch.arange(completion_length)
         if self._rows_on_cpu.policy_mask is not None:
             scored_columns = self._rows_on_cpu.policy_mask[row, :completion_length].nonzero()[:, 0]

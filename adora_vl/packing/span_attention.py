@@ -1,8 +1,9 @@
 """Attention over a packed sequence, with a call for each span.
 
-A span is a prompt with its longest rollout, or one other rollout (`adora_vl.packing.shared_prompt`).
-A span sees itself, and the prompt of its group. Every device can compute attention so. Where a
-kernel takes all spans in one call (`adora_vl.packing.varlen_attention`), that is faster.
+A span is a prompt with its longest rollout, or one other rollout
+(`adora_vl.packing.shared_prompt`). A span sees itself, and the prompt of its group. Every device
+can compute attention so. Where a kernel takes all spans in one call
+(`adora_vl.packing.varlen_attention`), that is faster.
 """
 
 from collections.abc import Callable

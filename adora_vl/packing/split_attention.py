@@ -4,8 +4,8 @@ Each prompt with its longest rollout is a span that attends to itself. Every oth
 that attends to the prompt and to itself. On a GPU one call computes all spans
 (`adora_vl.packing.varlen_attention`). Elsewhere each span is a call
 (`adora_vl.packing.span_attention`). No rollout attends to another one, so no tensor grows with the
-square of a group's tokens. On a CPU, and in float32 on a GPU, the call for a rollout that is shorter
-than its prompt needs a mask of (its tokens, tokens that they see).
+square of a group's tokens. On a CPU, and in float32 on a GPU, the call for a rollout that is
+shorter than its prompt needs a mask of (its tokens, tokens that they see).
 
 This is an attention implementation of Transformers' `AttentionInterface`, on top of the model's own
 implementation. It takes part only in a forward that gets the argument `packed_layout`. Every other

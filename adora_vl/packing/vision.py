@@ -33,8 +33,8 @@ def run_tower(
 ) -> Any:
     """Compute the features of images by the model's own `get_image_features`.
 
-    For Qwen2.5-VL the attention windows are computed here on the CPU, since its tower would wait for
-    the GPU to read them.
+    For Qwen2.5-VL the attention windows are computed here on the CPU, since its tower would wait
+    for the GPU to read them.
 
     Args:
         tower: the vision tower.
@@ -76,9 +76,9 @@ def vision_language_model(model: nn.Module) -> Any | None:
 class SharedVision:
     """Makes models accept references into image banks in place of pixels.
 
-    An image bank (`adora_vl.packing.image_store`) stores the patches of images under numbers. Such a
-    number is a reference, and the number of its first patch is the id of an image. So equal images
-    can be told, and the vision tower runs once for each distinct one.
+    An image bank (`adora_vl.packing.image_store`) stores the patches of images under numbers. Such
+    a number is a reference, and the number of its first patch is the id of an image. So equal
+    images can be told, and the vision tower runs once for each distinct one.
     """
 
     def __init__(self, banks: ImageBanks) -> None:
@@ -91,8 +91,8 @@ class SharedVision:
         """Make `model` accept references from now on, in place of pixels.
 
         Its `get_image_features` is replaced. Pixels still go to the model's own method, so
-        generation and everything else work as before. Returns whether that was done: a model without
-        a vision tower, or of an unknown family, stays as it is.
+        generation and everything else work as before. Returns whether that was done: a model
+        without a vision tower, or of an unknown family, stays as it is.
         """
         vl_model = vision_language_model(model)
         if vl_model is None or family_of(vl_model.config) is None:
@@ -238,8 +238,8 @@ class SharedVision:
     ) -> Any:
         """Return empty features for a batch without images, and run the tower if other ranks do.
 
-        The tower gathers sharded weights and reduces gradients, which is collective. So a rank whose
-        batch has no image has to run it too, with gradients of zero.
+        The tower gathers sharded weights and reduces gradients, which is collective. So a rank
+        whose batch has no image has to run it too, with gradients of zero.
 
         Args:
             vl_model: the model that has the vision tower.

@@ -64,7 +64,8 @@ class SortedWindows(NamedTuple):
     """Attention windows sorted by their size, which is their number of patches.
 
     For example, windows of 2, 1 and 2 patches have the patches 0 1, 2, 3 4. Sorted by size they are
-    0 1, 3 4, 2. `count_by_size` is {2: 2, 1: 1}, `order` is 0 1 3 4 2, `inverse_order` is 0 1 4 2 3.
+    0 1, 3 4, 2. `count_by_size` is {2: 2, 1: 1}, `order` is 0 1 3 4 2, `inverse_order` is 0 1 4 2
+    3.
     """
 
     count_by_size: dict[int, int]  # number of windows of each size, in the sorted order

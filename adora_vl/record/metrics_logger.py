@@ -153,7 +153,8 @@ class MetricsLogger:
             batch: the rollouts of this rank.
             advantages: the advantages of the rollouts of all ranks.
         """
-        # None unless `refill` has graded the generation in several batches, whose facts were collected.
+        # None unless `refill` has graded the generation in several batches, whose facts were
+        # collected.
         facts = self._graded_facts
         if facts is not None:
             # Logged only now, so that each metric is a mean over all rollouts of the generation and

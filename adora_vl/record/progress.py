@@ -81,7 +81,8 @@ def progress_line(
         logs: the log entry.
         step: optimizer steps that were made.
         total: optimizer steps of the run.
-        seconds_left: estimated seconds until the end of the run; None where there is no estimate yet.
+        seconds_left: estimated seconds until the end of the run; None where there is no estimate
+            yet.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for key in PROGRESS_LINE_KEYS:

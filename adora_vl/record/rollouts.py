@@ -83,8 +83,8 @@ def describe_turns(
     """Return a rollout with tools as a conversation, for the column `turns` of the record.
 
     Each segment of the rollout becomes one turn. It is a turn of the model if its tokens were
-    sampled, and else of the tools that the model called. The `segment_number` of a call or picture is the
-    index of the segment that it stands in.
+    sampled, and else of the tools that the model called. The `segment_number` of a call or picture
+    is the index of the segment that it stands in.
 
     Args:
         rollout: the rollout.

@@ -13,8 +13,8 @@ from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.files import escapes_folder
 
 Json = dict[str, Any]
-# The arguments of this package's tools that are points of a picture, x and y of each; the two points
-# of `zoom` are corners of a region
+# The arguments of this package's tools that are points of a picture, x and y of each; the two
+# points of `zoom` are corners of a region
 _POINT_ARGUMENTS = (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("x3", "y3"))
 _PLACEHOLDER = "<image>"
 

@@ -255,9 +255,9 @@ def _parse_non_number(text: str, raw: str) -> Answer | None:
 def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
     """Return the terms of a ratio: 3 and 4 for `3:4` and `3 to 4`. Any other text gives ().
 
-    All terms must be numbers other than 0, without arithmetic left to do. `3:45` gives () too, since
-    it is a time of day: a ratio would be written without the common factor, as `1:15`. `3:47` has no
-    common factor, so it counts as a ratio.
+    All terms must be numbers other than 0, without arithmetic left to do. `3:45` gives () too,
+    since it is a time of day: a ratio would be written without the common factor, as `1:15`. `3:47`
+    has no common factor, so it counts as a ratio.
     """
     terms = _RATIO_WORD_PATTERN.sub(":", text).split(":")
     if not 1 < len(terms) <= MAX_RATIO_TERMS:

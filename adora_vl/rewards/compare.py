@@ -64,7 +64,8 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
-    # `3,5` is 3.5 for a number, and `x = 5` is 5. `L` in `5 L` is litres if the other side has a unit.
+    # `3,5` is 3.5 for a number, and `x = 5` is 5. `L` in `5 L` is litres if the other side has a
+    # unit.
     value = _parse_decimal_comma(answer) if reference.number else None
     return compare_values(
         value or _without_name(answer, reference),

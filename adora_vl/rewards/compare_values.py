@@ -179,8 +179,8 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     # A number or an expression has a tree, and a text has none.
     have_trees = bool(answer.tree and reference.tree)
     are_alike = have_trees and answer_unknowns == reference_unknowns
-    # Expressions with the same unknowns are compared as they are. Otherwise the reference answer may
-    # be a formula such as `2ab`, in which each letter is a quantity.
+    # Expressions with the same unknowns are compared as they are. Otherwise the reference answer
+    # may be a formula such as `2ab`, in which each letter is a quantity.
     reference_formula = _parse_reference_formula(reference, answer)
     if reference_formula and not are_alike:
         return _compare_formulas(answer, reference_formula)
@@ -257,8 +257,9 @@ def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonRe
 def _may_be_radians(answer: Answer) -> bool:
     """Return whether an answer in radians can mean the unitless angle of a reference answer.
 
-    It can if it is written with pi, such as `\\pi/6`, or if it is less than a whole turn (about 6.28).
-    `30 radians` is more than four turns: most likely 30 degrees are meant, and the unit is wrong.
+    It can if it is written with pi, such as `\\pi/6`, or if it is less than a whole turn (about
+    6.28). `30 radians` is more than four turns: most likely 30 degrees are meant, and the unit is
+    wrong.
     """
     if answer.tree is None:
         return False

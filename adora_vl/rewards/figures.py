@@ -44,7 +44,8 @@ def unify_figure_names(text: str) -> str:
 def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
     """Return the pairs of corresponding corners of two triangles, alike for either order of the two.
 
-    For example, "ABC" and "DEF" give [("A", "D"), ("B", "E"), ("C", "F")], and so do "DEF" and "ABC".
+    For example, "ABC" and "DEF" give [("A", "D"), ("B", "E"), ("C", "F")], and so do "DEF" and
+    "ABC".
     """
     return min(
         sorted(zip(first, second, strict=True)),

@@ -120,8 +120,8 @@ def parse_structured(answer: Answer) -> Answer:
     its name, and `1000,99` may be two values.
 
     It raises nothing. A text that cannot be read becomes an answer of the kind `unreadable`. Its
-    `reason` says why the text is no single value, and its `refusal_reason` why it is not several values
-    either. `refusal_reason` is empty if it would say less than `reason`.
+    `reason` says why the text is no single value, and its `refusal_reason` why it is not several
+    values either. `refusal_reason` is empty if it would say less than `reason`.
     """
     try:
         return _parse_structured(answer.text_with_names)

@@ -191,14 +191,15 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         options = {**trl_options, **self._llm_options(trl_options.get("max_model_len"))}
         frozen_base = None
         if self.four_bit and self.enable_sleep_mode:
-            # The engine loads the base model in 4 bits too, and the GPU has memory for one copy of it
-            # at a time. `PolicyLLM` moves the policy's copy back whenever the engine goes to sleep.
+            # The engine loads the base model in 4 bits too, and the GPU has memory for one copy of
+            # it at a time. `PolicyLLM` moves the policy's copy back whenever the engine goes to
+            # sleep.
             frozen_base = FrozenBase(self.model)
             frozen_base.move_to_host()
         disable_tf32_of_float32_engine(str(options["dtype"]))
         is_tensor_parallel = self.tensor_parallel_size > 1
-        # On CPUs the processes of a tensor-parallel engine share memory, to which vLLM gives the same
-        # name in every run on the machine.
+        # On CPUs the processes of a tensor-parallel engine share memory, to which vLLM gives the
+        # same name in every run on the machine.
         needs_private_memory = is_tensor_parallel and engine_runs_on_cpu()
         with private_shared_memory() if needs_private_memory else nullcontext():
             llm = PolicyLLM(**options)
@@ -311,8 +312,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     def take_images_from(self, cache: ImageCache | None) -> None:
         """Let a colocated engine take processed images from the trainer's cache.
 
-        The engine has an image processor of its own. Its method `preprocess` is replaced by one that
-        looks into the cache first. Nothing is done without a cache, for a text model, and on
+        The engine has an image processor of its own. Its method `preprocess` is replaced by one
+        that looks into the cache first. Nothing is done without a cache, for a text model, and on
         servers.
         """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":

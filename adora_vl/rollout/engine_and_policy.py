@@ -67,7 +67,8 @@ class EngineAndPolicy:
     """The engine that samples rollouts, and the policy in training, for checks that compare them.
 
     A check samples short rollouts with the engine, computes the policy's log-probabilities of the
-    same tokens, and compares the two. Every rank has such a pair. Methods that are collective say so.
+    same tokens, and compares the two. Every rank has such a pair. Methods that are collective say
+    so.
     """
 
     context: StepContext

@@ -112,8 +112,8 @@ def importance_ratio(
     """Return the importance sampling ratio exp(policy - engine), limited to bounds.
 
     The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training" (2025). For example, two tokens have the
-    ratios 1.5 and 4, and the upper bound is 3:
+    RL Framework Secretly Brings You Off-Policy RL Training" (2025). For example, two tokens have
+    the ratios 1.5 and 4, and the upper bound is 3:
 
         token_truncate      1.5  3
         token_mask          1.5  0
@@ -125,7 +125,8 @@ def importance_ratio(
         sampling_BC: the engine's; NaN for a token that has none, whose ratio is 1.
         mask_BC: which tokens the loss counts.
         mode: `token_*` for a ratio of each token, (B, C), `sequence_*` for one of each rollout,
-            (B, 1). `*_truncate` clamps it to the bounds, `*_mask` sets a ratio outside of them to 0.
+            (B, 1). `*_truncate` clamps it to the bounds, `*_mask` sets a ratio outside of them to
+            0.
         clip_min: the lower bound; None: there is none.
         clip_max: the upper bound; None: there is none.
     """

@@ -180,8 +180,8 @@ def sampling_result_of(
         logps = logps_of_tokens(rollout.logprobs, tokens)
     reason = FinishReason.STOP
     if rollout.finish_reason == "length":
-        # vLLM gives one reason for two limits: its context is full, or `max_tokens` are sampled. For
-        # example, 60 + 40 tokens fill a context of 100.
+        # vLLM gives one reason for two limits: its context is full, or `max_tokens` are sampled.
+        # For example, 60 + 40 tokens fill a context of 100.
         is_context_full = len(prompt_ids) + len(tokens) >= max_length
         reason = FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
     return SamplingResult(
@@ -256,8 +256,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
                 model.
         """
         options = dict(settings)
-        # Flat lists, since the host would take longer to make an object for a token than a GPU takes
-        # to sample the token.
+        # Flat lists, since the host would take longer to make an object for a token than a GPU
+        # takes to sample the token.
         options["flat_logprobs"] = True
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])

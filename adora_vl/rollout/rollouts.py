@@ -174,9 +174,9 @@ class Rollout:
         """Return how many tokens came before optimizer step `step`, from older weights.
 
         They are the first tokens of a rollout that was paused; tokens of tools count too. For
-        example, segments of 5 tokens of step 3 and 2 tokens of step 4 have 5 stale tokens in step 4.
-        If the engine saw other images than the trainer, all tokens count, since with its own images
-        the policy would have sampled others.
+        example, segments of 5 tokens of step 3 and 2 tokens of step 4 have 5 stale tokens in step
+        4. If the engine saw other images than the trainer, all tokens count, since with its own
+        images the policy would have sampled others.
         """
         if not self.saw_trainer_images:
             return len(self.tokens)

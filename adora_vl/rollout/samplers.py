@@ -179,8 +179,8 @@ class AsyncServerSampler(VLLMSampler):
     def _send_weights(self) -> None:
         """Write the policy's weights to files, and queue a job that lets the servers read them."""
         server_group = self.engine.server_group
-        # All weights are sent, or only those that training changes. All ranks have to write the same
-        # tensors, but only the first rank knows whether a server needs all.
+        # All weights are sent, or only those that training changes. All ranks have to write the
+        # same tensors, but only the first rank knows whether a server needs all.
         is_first_sync = self.synced_step < 0
         sends_all = is_first_sync or server_group.on_first_rank(
             lambda _: self._server_needs_all_weights

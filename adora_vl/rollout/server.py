@@ -103,10 +103,10 @@ def refuse_impossible_tokens(
 class Server:
     """One vLLM server, which is asked by HTTP.
 
-    The methods raise `UnusableServerError`, or what the library `requests` raises. A weight sync lets
-    the server read weights, or a LoRA adapter, from files. `instance_id` is vLLM's id of the server
-    process. If it differs from `synced_instance_id`, the server was started again since the last
-    sync, and has the weights of its checkpoint.
+    The methods raise `UnusableServerError`, or what the library `requests` raises. A weight sync
+    lets the server read weights, or a LoRA adapter, from files. `instance_id` is vLLM's id of the
+    server process. If it differs from `synced_instance_id`, the server was started again since the
+    last sync, and has the weights of its checkpoint.
     """
 
     def __init__(self, client: VLLMClient, answer_timeout_s: float, vocabulary_size: int) -> None:

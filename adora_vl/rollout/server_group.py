@@ -169,7 +169,8 @@ class ServerGroup:
                 error = raised_error
         else:
             on_other_ranks()
-        # Not every error can be pickled, so the other ranks get the number of its kind, and its text.
+        # Not every error can be pickled, so the other ranks get the number of its kind, and its
+        # text.
         failure: SharedFailure | None = None
         if error is not None:
             text = str(error) or type(error).__name__

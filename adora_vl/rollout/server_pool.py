@@ -273,7 +273,8 @@ class ServerPool:
     def _exclude(self, server: Server, error: Exception, hint: str = "") -> None:
         """Stop using a server, and print why, with an optional hint."""
         self.servers_in_use.remove(server)
-        # It may have failed in the middle of reading weights, so it gets all of them when it is back.
+        # It may have failed in the middle of reading weights, so it gets all of them when it is
+        # back.
         server.synced_instance_id = ""
         rest = "no server is left"
         if self.servers_in_use:
@@ -346,8 +347,8 @@ def _sample_unless_failed(
 def _error_of_one_server(error: BaseException) -> Exception:
     """Return the error if another server may still answer the request; raise it otherwise.
 
-    For example, a timeout is returned. An HTTP status of the 400s is raised as `RolloutError`, since
-    every server would refuse the request.
+    For example, a timeout is returned. An HTTP status of the 400s is raised as `RolloutError`,
+    since every server would refuse the request.
     """
     # A `RolloutError` is about the run's settings. Others, such as `SystemExit`, end the program.
     if isinstance(error, RolloutError) or not isinstance(error, Exception):

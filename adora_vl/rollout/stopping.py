@@ -40,8 +40,8 @@ class StopParameters(NamedTuple):
 class StopCriteria:
     """The tokens and strings that end an answer, for every kind of sampler.
 
-    The tokens are those that end a turn of the model, and `stop_token_ids` of the config; the strings
-    are `stop` of the config.
+    The tokens are those that end a turn of the model, and `stop_token_ids` of the config; the
+    strings are `stop` of the config.
     """
 
     tokens: frozenset[int]

@@ -67,8 +67,8 @@ def run_turns(
     """Sample rollouts turn by turn, until no turn of any rank is answered by a tool.
 
     All rollouts sample their first turn together. The rollouts whose turn was answered sample the
-    next turn together, and so on. For example, if only b of a, b and c calls a tool, the turn_sampler
-    samples a b c, answers b, and samples b. Returns the rollouts by their keys.
+    next turn together, and so on. For example, if only b of a, b and c calls a tool, the
+    turn_sampler samples a b c, answers b, and samples b. Returns the rollouts by their keys.
 
     `turn_sampler`: samples and answers one turn of each rollout.
     """
@@ -211,9 +211,9 @@ class _TemplateTexts(NamedTuple):
 class ToolLoop:
     """Answers the tool calls of a run's rollouts.
 
-    The answer of the tools becomes a further segment of the rollout: its tokens, as the chat template
-    writes them between the policy's turn and its next one. A turn is what the policy says between
-    two answers.
+    The answer of the tools becomes a further segment of the rollout: its tokens, as the chat
+    template writes them between the policy's turn and its next one. A turn is what the policy says
+    between two answers.
     """
 
     tools: Tools
@@ -276,8 +276,8 @@ class ToolLoop:
     ) -> Rollout:
         """Return a rollout with the answer of tools as a further segment.
 
-        If fewer than `MIN_TOKENS_LEFT` of `max_tokens` would remain for the policy, the rollout ends
-        without the answer.
+        If fewer than `MIN_TOKENS_LEFT` of `max_tokens` would remain for the policy, the rollout
+        ends without the answer.
 
         Args:
             rollout: the rollout, which ends with the turn that was answered.

@@ -93,7 +93,8 @@ class WeightFiles:
                     pass
             yield path
             if self.adapter_rank is not None:
-                # The servers have read this adapter. Its folder stays instead of the previous one's.
+                # The servers have read this adapter. Its folder stays instead of the previous
+                # one's.
                 self._previous_adapter.close()
                 self._previous_adapter.push(stack.pop_all())
 

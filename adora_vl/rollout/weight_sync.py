@@ -53,7 +53,8 @@ def zero_discarded_buffers(llm: "LLM") -> None:
         buffers.append(rope_state.positions)
     if deepstack_buffers:
         buffers += deepstack_buffers
-    # vLLM may have replaced a buffer by an inference tensor, which is read-only outside of this mode.
+    # vLLM may have replaced a buffer by an inference tensor, which is read-only outside of this
+    # mode.
     with torch.inference_mode():
         for buffer in buffers:
             buffer.zero_()
@@ -144,8 +145,8 @@ def adapter_tensors(policy: "PeftModel", gather: GatherParameters) -> Iterator[t
 
     The names are like `base_model.model.LAYER.lora_A.weight`. Factor B is multiplied by the scaling
     of its layer here, for example by 2 for alpha 16 and rank 8. vLLM itself would multiply all
-    layers by one alpha / r, and ignore the scaling of single ones (`rank_pattern`, rsLoRA). So it is
-    told that alpha = r, which leaves the product as it is.
+    layers by one alpha / r, and ignore the scaling of single ones (`rank_pattern`, rsLoRA). So it
+    is told that alpha = r, which leaves the product as it is.
 
     `gather` makes sharded parameters whole, which is collective. So every rank has to iterate.
     """

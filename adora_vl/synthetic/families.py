@@ -235,7 +235,8 @@ def right_triangle_hypotenuse(
     )
 
 
-# Two lines that cross, in pixels with y downwards: without places nobody knows which angle is which.
+# Two lines that cross, in pixels with y downwards: without places nobody knows which angle is
+# which.
 _CROSSING_SENTENCES = (
     "A at 0, 0",
     "B at 100, 90",

@@ -37,8 +37,8 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
     r"""Draw `count` different choices for a problem: its answer among wrong ones.
 
     `slip` is a worked solution with a typical mistake. Its answer, in a box, is always among the
-    choices, unless it means the same as the right one. The answer `70` with the slip `180 - 40 = \boxed{140}`
-    and a count of 4 may give the choices 140, 72, 60 and 70, of which `D` is right.
+    choices, unless it means the same as the right one. The answer `70` with the slip `180 - 40 =
+    \boxed{140}` and a count of 4 may give the choices 140, 72, 60 and 70, of which `D` is right.
     """
     distractors: list[str] = []
     candidates = [last_boxed(slip) or "", *_similar_answers(answer, rng)]
@@ -120,9 +120,9 @@ def split_of(image: Image.Image) -> str:
 def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
     """Return the columns `facts` and `figure`, with which a reward can check an answer's steps.
 
-    `facts` has the facts of the diagram as sentences, one a line, such as `AB = 5`. `figure` has the
-    coordinates that are solved from them, as JSON. Both are None for a problem without sentences;
-    `figure` is None also where the facts do not determine one.
+    `facts` has the facts of the diagram as sentences, one a line, such as `AB = 5`. `figure` has
+    the coordinates that are solved from them, as JSON. Both are None for a problem without
+    sentences; `figure` is None also where the facts do not determine one.
     """
     if not problem.sentences:
         return dict.fromkeys(FIGURE_COLUMNS)

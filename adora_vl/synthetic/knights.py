@@ -49,7 +49,8 @@ class Statement(NamedTuple):
 
     words: str  # the sentence, with `{0}` and `{1}` for people
     people: int  # how many people it is about
-    # Returns what the statement claims of these people, as the nested tuple that `claim_holds` reads.
+    # Returns what the statement claims of these people, as the nested tuple that `claim_holds`
+    # reads.
     claim: Callable[..., tuple[Any, ...]]
 
 

@@ -275,8 +275,8 @@ def parallel_segment(
 def _triangle_with_parallel(rng: random.Random, factor: Fraction) -> dict[str, Point]:
     """Return the positions of a triangle A C D with B on A C and E on A D, and B E parallel to C D.
 
-    B C is `factor` times A B, and E D is `factor` times A E. B and E stay clear of the corners, even
-    if that is not to scale: with the factor 3, A B is drawn as 0.4 of A C and not as 0.25.
+    B C is `factor` times A B, and E D is `factor` times A E. B and E stay clear of the corners,
+    even if that is not to scale: with the factor 3, A B is drawn as 0.4 of A C and not as 0.25.
     """
     share = min(0.65, max(0.4, float(1 / (1 + factor))))
     height = rng.uniform(0.7, 1.2)

@@ -145,8 +145,8 @@ def _fill_placeholders(
 def find_calls(text: str) -> list[str]:
     """Return the text of each call in a turn, between `<tool_call>` and `</tool_call>`.
 
-    A call may lack its closing mark. For example, `so <tool_call>{1}</tool_call> and <tool_call>{2}`
-    has the calls `{1}` and `{2}`.
+    A call may lack its closing mark. For example, `so <tool_call>{1}</tool_call> and
+    <tool_call>{2}` has the calls `{1}` and `{2}`.
     """
     return [match[1].strip() for match in _CALL_PATTERN.finditer(text)]
 
@@ -222,8 +222,8 @@ def _is_nested_deeper(value: object, levels: int) -> bool:
 def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Check the arguments of a call against its tool's schema, and return them in its types.
 
-    For example, `{"n": 3.0}` becomes `{"n": 3}` if the schema has an integer `n`. Raises `CallError`
-    for an unknown or missing argument and for a wrong type.
+    For example, `{"n": 3.0}` becomes `{"n": 3}` if the schema has an integer `n`. Raises
+    `CallError` for an unknown or missing argument and for a wrong type.
     """
     parameters = schema["function"]["parameters"]
     properties: Mapping[str, Any] = parameters["properties"]
@@ -301,8 +301,8 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     """Limit the user's code inside the block in time, and isolate it from the run's random states.
 
     Inside the block the random states of `random`, NumPy and torch are seeded by `seed`. After it
-    they are as before, and so is the working folder. A process that the code forks is ended with the
-    block, since it would go on as a second run.
+    they are as before, and so is the working folder. A process that the code forks is ended with
+    the block, since it would go on as a second run.
 
     Args:
         label: names the code in messages.

@@ -170,8 +170,8 @@ class Environments:
             message_prefix: begins the message of an error, such as `environment_factory: row 7`.
             seed: a text that seeds the random numbers in `reset`.
 
-        Raises `UserError` if `reset` fails, returns something else than a text or None, or returns a
-        control token, which the model would take for the end of a message.
+        Raises `UserError` if `reset` fails, returns something else than a text or None, or returns
+        a control token, which the model would take for the end of a message.
         """
 
         def reset() -> object:
@@ -242,8 +242,9 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
 def _append_to_prompt(row: Row, text: str) -> Row:
     """Return the row with a text at the end of the last message of its prompt.
 
-    For example, the message "Add 1 and 2. " and the text "You have 3 tries." become one message, "Add
-    1 and 2. You have 3 tries.". If the content is a list of parts, the text becomes a further part.
+    For example, the message "Add 1 and 2. " and the text "You have 3 tries." become one message,
+    "Add 1 and 2. You have 3 tries.". If the content is a list of parts, the text becomes a further
+    part.
     """
     if not text:
         return row

@@ -53,8 +53,9 @@ class View:
     ) -> list[tuple[float, float]]:
         """Return points in the model's coordinates as fractions of width and height, 0 to 1.
 
-        For example, (500, 250) in thousandths is (0.5, 0.25), and (28, 14) in pixels of a picture that
-        the model sees as 112 x 56 is (0.25, 0.25). Raises `ValueError` for a point outside of it.
+        For example, (500, 250) in thousandths is (0.5, 0.25), and (28, 14) in pixels of a picture
+        that the model sees as 112 x 56 is (0.25, 0.25). Raises `ValueError` for a point outside of
+        it.
         """
         max_x, max_y = self.largest_coordinates(image.size)
         for x, y in points:

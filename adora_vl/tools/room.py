@@ -212,8 +212,8 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
     call = {"name": function["name"], "arguments": arguments}
     with_spaces = json.dumps(call)
     without_spaces = json.dumps(call, separators=(",", ":"))
-    # The spaces in the JSON change the number of tokens, and which spelling takes the fewest depends
-    # on the tokenizer.
+    # The spaces in the JSON change the number of tokens, and which spelling takes the fewest
+    # depends on the tokenizer.
     spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
     fewest_tokens = min(tool_loop.count_tokens(f"{CALL_TAG}{text}") for text in spellings)
     return fewest_tokens + 1  # with the token that ends the turn

@@ -183,8 +183,8 @@ class _CallOutcome:
 def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart]:
     """Return the texts and pictures of an answer, with line breaks and picture numbers between them.
 
-    The model names a picture by its number in later calls. For example, the text "sum" and a picture
-    become "sum", "\\n", "Picture 2: " and the picture, if `first` is 2.
+    The model names a picture by its number in later calls. For example, the text "sum" and a
+    picture become "sum", "\\n", "Picture 2: " and the picture, if `first` is 2.
 
     Args:
         parts: the texts and pictures.
@@ -206,8 +206,8 @@ def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart
 def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Call:
     """Return the entry of a call for the run's record.
 
-    For example, an outcome of the text "sum" and a picture has the text "sum" and, on the next line,
-    "<image>".
+    For example, an outcome of the text "sum" and a picture has the text "sum" and, on the next
+    line, "<image>".
 
     Args:
         outcome: what the tool has returned.
@@ -394,7 +394,8 @@ class Toolbox:
                 raise CallError(str(error)) from error
         # Code of the user gets copies, so that it cannot change what the run has.
         kwargs = {key: copy_argument(value) for key, value in kwargs.items()}
-        # The result is read inside the limit, since reading a lazy result runs code of the user too.
+        # The result is read inside the limit, since reading a lazy result runs code of the user
+        # too.
         with run_limited(f"tool {name}", self.options.seconds, seed):
             return self._read_result(tool(**kwargs), len(images))
 

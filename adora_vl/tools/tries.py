@@ -73,8 +73,8 @@ def _different_answers(
 ) -> tuple[str, str] | None:
     """Make the same call of a tool twice, and return both answers if they differ, else None.
 
-    Made-up calls are tried until the tool accepts one. The answers are the beginnings of their texts,
-    for a message.
+    Made-up calls are tried until the tool accepts one. The answers are the beginnings of their
+    texts, for a message.
 
     Args:
         toolbox: the tools of the run.

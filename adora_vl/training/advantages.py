@@ -69,8 +69,8 @@ class Advantages:
         """Which rollouts teach something, bool, (P x G,).
 
         A rollout teaches something if it has a reward, and any advantage of its group is not 0. For
-        example, in a group with the advantages 1, -1, 0, whose last rollout has no reward, the first
-        two do.
+        example, in a group with the advantages 1, -1, 0, whose last rollout has no reward, the
+        first two do.
         """
         has_signal_P1 = self.final_PG.bool().any(dim=1, keepdim=True)
         return (has_signal_P1 & self.assessment.groups.has_reward_PG).flatten()
@@ -97,7 +97,8 @@ class AdvantageComputer:
 
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
-            pipeline: its methods change TRL's advantages one after the other, for example by ADORA's weights.
+            pipeline: its methods change TRL's advantages one after the other, for example by
+                ADORA's weights.
             reward_weights_F: the weight of each reward function in the sum.
             tools: whether the run has tools. Their answers take up part of a completion, so the
                 number of sampled tokens does not tell whether it was truncated. With tools every

@@ -63,8 +63,8 @@ class BatchBuilder:
     """Makes the rollouts of complete groups into a batch.
 
     With tools a completion has tokens of the policy and tokens of tools, and its last turn is what
-    the policy says after the last answer of a tool. `build` is collective: every rank calls it, with
-    equally many groups.
+    the policy says after the last answer of a tool. `build` is collective: every rank calls it,
+    with equally many groups.
     """
 
     context: StepContext
@@ -286,9 +286,9 @@ class BatchBuilder:
         """Return the processor's outputs for images, such as `pixel_values`, as columns of the batch.
 
         `token_type_ids` and `mm_token_type_ids` have a type for each token of the prompts, and are
-        extended to the completions, (B, P + C). The second is 1 at image tokens: with the image token
-        9, a prompt of the types 0 1 1 and the completion 9 7 give 0 1 1 1 0. The first is 0 in
-        completions.
+        extended to the completions, (B, P + C). The second is 1 at image tokens: with the image
+        token 9, a prompt of the types 0 1 1 and the completion 9 7 give 0 1 1 1 0. The first is 0
+        in completions.
 
         Args:
             prompts: with the processor's outputs for the prompts.

@@ -44,7 +44,8 @@ class RowReader:
     def pack(self, rows: Sequence[int], image_banks: ImageBanks) -> PackedRows:
         """Copy rows to the CPU together with their images, to send them to another rank.
 
-        An image that several rows share is included once. `unpack_rows` makes a batch of them again.
+        An image that several rows share is included once. `unpack_rows` makes a batch of them
+        again.
 
         Args:
             rows: the indices of the rows in the batch.
@@ -286,8 +287,8 @@ def chosen_groups(
 ) -> Batch:
     """Return a batch of the chosen groups of a batch and its refill, padded to the wider of the two.
 
-    For example, the batch has the groups 0 and 1 of two rows, and the refill has 2 and 3. The groups
-    1 and 2 are then the last two rows of the batch, and the first two of the refill.
+    For example, the batch has the groups 0 and 1 of two rows, and the refill has 2 and 3. The
+    groups 1 and 2 are then the last two rows of the batch, and the first two of the refill.
 
     `num_items_in_batch` is kept from the batch and is wrong for the result: it is a sum over all
     ranks, which the caller has to compute again.
@@ -321,9 +322,9 @@ def _widen(
 ) -> Batch:
     """Return the batch with its token columns padded to new widths.
 
-    Prompts are padded on the left, completions on the right. Columns that have prompt and completion
-    are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts and completions 3 tokens
-    wide.
+    Prompts are padded on the left, completions on the right. Columns that have prompt and
+    completion are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts and completions 3
+    tokens wide.
 
     Args:
         batch: a batch that is not wider than the new widths.

@@ -22,8 +22,8 @@ class EntropyBonus:
     """Adds what TRL's bonus lacks to be the mean entropy over the tokens of an optimizer step.
 
     TRL takes the mean over the tokens of each micro-batch, and then the mean of these means. So a
-    token in a short micro-batch weighs more than a token in a long one: of two micro-batches with 10
-    and 90 tokens each counts one half, where the first should count 0.1 and the second 0.9.
+    token in a short micro-batch weighs more than a token in a long one: of two micro-batches with
+    10 and 90 tokens each counts one half, where the first should count 0.1 and the second 0.9.
     Micro-batches that are left out would count as 0.
     """
 
@@ -75,9 +75,9 @@ class EntropyBonus:
             mask_BC = mask_BC * self.high_entropy_mask_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        # The tokens of this micro-batch divided by the mean tokens of a micro-batch. That mean counts
-        # all tokens. If TRL chooses some of them, dividing by their share makes both numbers count
-        # chosen tokens.
+        # The tokens of this micro-batch divided by the mean tokens of a micro-batch. That mean
+        # counts all tokens. If TRL chooses some of them, dividing by their share makes both numbers
+        # count chosen tokens.
         right_weight = (
             self._batcher.share_of_tokens(micro_batch, token_count) / self._high_entropy_share
         )

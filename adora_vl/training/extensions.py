@@ -1,7 +1,7 @@
 """Extensions from a file: methods that reach into the training step.
 
-`adora_extensions: {FILE.py:NAME: {OPTION: VALUE}}` names subclasses of `Extension`. docs/examples has
-two of them.
+`adora_extensions: {FILE.py:NAME: {OPTION: VALUE}}` names subclasses of `Extension`. docs/examples
+has two of them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The warning shows reference answers beside what was read of the rollouts.
 
-A reference answer that no answer can meet trains at reward 0 for ever, and looks like a problem that
-is too hard.
+A reference answer that no answer can meet trains at reward 0 for ever, and looks like a problem
+that is too hard.
 """
 
 import sys

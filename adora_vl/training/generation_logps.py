@@ -109,7 +109,8 @@ class GenerationLogps:
         if self.reference is not None:
             return compute_logps(self.reference)
         policy = self.context.accelerator.unwrap_model(self.policy)
-        # TRL keeps a copy of an adapter that the run continues as "ref". None: the base model alone.
+        # TRL keeps a copy of an adapter that the run continues as "ref". None: the base model
+        # alone.
         reference_adapter = "ref" if "ref" in policy.peft_config else None
         with use_adapter(policy, adapter_name=reference_adapter):
             logps_BC = compute_logps(self.policy)

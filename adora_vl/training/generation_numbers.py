@@ -51,10 +51,10 @@ class GenerationPlan(NamedTuple):
 class GenerationNumbers:
     """Numbers the generations of a training in the order in which they are learned from.
 
-    A generation is all rollouts that are sampled before the policy learns again. Either a generation
-    is learned from in several optimizer steps, or an optimizer step learns from one or several whole
-    generations (`layout.generation_has_one_step`). In the second case the last step of an epoch may
-    have fewer, and `_plan` counts them.
+    A generation is all rollouts that are sampled before the policy learns again. Either a
+    generation is learned from in several optimizer steps, or an optimizer step learns from one or
+    several whole generations (`layout.generation_has_one_step`). In the second case the last step
+    of an epoch may have fewer, and `_plan` counts them.
     """
 
     def __init__(self, context: StepContext, rows: Sized, *, is_numbered: bool) -> None:

@@ -48,7 +48,8 @@ class UpcomingRows:
     def rows_after(self, row_numbers: Sequence[int], distance: int) -> list[Row]:
         """Return the rows that the data loader draws `distance` generations after these rows.
 
-        `row_numbers`: those of a generation. The result is empty where the later rows are not known.
+        `row_numbers`: those of a generation. The result is empty where the later rows are not
+        known.
         """
         assert self.rows is not None
         assert self.order is not None

@@ -403,7 +403,8 @@ class GroupTurns:
 
         The smallest of these limits counts:
 
-        - the completion's (`max_completion_length`), less all of its tokens, those of tools included
+        - the completion's (`max_completion_length`), less all of its tokens, those of tools
+          included
         - the generation's (`adora_rollouts.budget`), less the policy's tokens in this generation
         - the turn's (`adora_tool_options.turn_tokens`), less the tokens of the present turn
         - a server's context, less prompt and completion

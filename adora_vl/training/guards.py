@@ -241,8 +241,8 @@ class RewardGuard:
 
         Returns:
             The reasons by the number of the rollout over all ranks and the number of the function.
-            For example, with 4 rollouts per rank, a failure of function 1 for completion 2 of rank 1
-            has the key (6, 1).
+            For example, with 4 rollouts per rank, a failure of function 1 for completion 2 of rank
+            1 has the key (6, 1).
         """
         failed_calls = [
             (completion, function, reason)
@@ -346,8 +346,8 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
     """Return the largest importance ratio of a batch, (), float32; NaN if any is NaN.
 
     It is at least 1, since tokens that do not count are given the ratio 1. For example, the log
-    ratios 0.1 and -0.5 of a sequence give exp(0.1) by `token`. By `sequence` their mean is -0.2, and
-    the result is 1.
+    ratios 0.1 and -0.5 of a sequence give exp(0.1) by `token`. By `sequence` their mean is -0.2,
+    and the result is 1.
 
     Args:
         log_ratios_BC: log-probabilities by the new policy minus those by the old one.
@@ -440,8 +440,8 @@ class RatioGuard:
         Args:
             loss: the loss of a micro-batch, ().
             logps_BC: the policy's log-probabilities in the pass of this loss; None: not observed.
-            micro_batch: the micro-batch, with old log-probabilities if the policy has learned since it
-                was sampled. Without them every ratio is 1.
+            micro_batch: the micro-batch, with old log-probabilities if the policy has learned since
+                it was sampled. Without them every ratio is 1.
         """
         old_logps_BC = micro_batch.get("old_per_token_logps")
         if old_logps_BC is None or logps_BC is None:

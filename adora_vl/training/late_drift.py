@@ -31,7 +31,8 @@ class LateDriftCheck:
     def request(self, rows: list[Row], step: int) -> None:
         """Request short rollouts of the first of these rows, for which `finish` waits. Collective.
 
-        The servers must have the weights of this step already. A second call in a step does nothing.
+        The servers must have the weights of this step already. A second call in a step does
+        nothing.
 
         Args:
             rows: rows of this rank.

@@ -121,8 +121,8 @@ def split_by_count(
 ) -> Sequence[Sequence[int]]:
     """Divide positions evenly into as few micro-batches as possible.
 
-    Each gets at most `max_subgroups` subgroups, which are groups or parts of them. A position is the
-    place of a subgroup in the training order. For example, the positions 0 to 4 with
+    Each gets at most `max_subgroups` subgroups, which are groups or parts of them. A position is
+    the place of a subgroup in the training order. For example, the positions 0 to 4 with
     `max_subgroups` 2 become [[0, 1], [2, 3], [4]].
 
     If that is more than `max_micro_batches` micro-batches, each of these gets more subgroups
@@ -197,8 +197,8 @@ class MicroBatcher:
 
     A subgroup is the rows that stay in one micro-batch: a group of rollouts, or as large a part of
     it as divides a micro-batch. It has signal if any of its advantages is not 0. The training order
-    is a list of a rank's subgroups, of which consecutive ones become micro-batches. `rows_on_cpu` is
-    a copy of a batch's masks and lengths, which can be read without waiting for the GPU.
+    is a list of a rank's subgroups, of which consecutive ones become micro-batches. `rows_on_cpu`
+    is a copy of a batch's masks and lengths, which can be read without waiting for the GPU.
 
     Every rank calls every method, and all get equally many micro-batches with work.
     """

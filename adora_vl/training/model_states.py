@@ -53,11 +53,11 @@ def predict_state_bytes(
     Args:
         shape: Numbers of parameters: of the model, and of what is trained.
         sharding: Processes, ZeRO stage and offload.
-        has_reference: Whether the run has a reference model (`beta` above 0). It is whole on each GPU
-            except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
-        mixed_precision: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
-            weights. Without it gradients and moments have the dtype of the weights, and those of
-            a LoRA adapter are float32 (the default of PEFT).
+        has_reference: Whether the run has a reference model (`beta` above 0). It is whole on each
+            GPU except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
+        mixed_precision: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32
+            master weights. Without it gradients and moments have the dtype of the weights, and
+            those of a LoRA adapter are float32 (the default of PEFT).
     """
     if sharding.stage is None:
         return _states_without_deepspeed(shape, sharding.processes, has_reference=has_reference)
@@ -132,8 +132,8 @@ def _states_without_deepspeed(
 ) -> ModelStateBytes:
     """Predict the bytes of a training without DeepSpeed, where every GPU holds all of them.
 
-    `processes`: with several, DDP adds buckets for the gradients. `has_reference`: whether the run has
-    a reference model.
+    `processes`: with several, DDP adds buckets for the gradients. `has_reference`: whether the run
+    has a reference model.
     """
     weights = shape.base_bytes(shape.weight_bytes)
     bytes_per_trained = shape.weight_bytes

@@ -24,8 +24,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it.
     With DeepSpeed the callback only counts these steps. With float16 such steps are normal:
-    DeepSpeed lowers its loss scale after steps that overflow, and raises an error of its own if that
-    does not help. So with float16 and DeepSpeed no number of bad steps stops a run here.
+    DeepSpeed lowers its loss scale after steps that overflow, and raises an error of its own if
+    that does not help. So with float16 and DeepSpeed no number of bad steps stops a run here.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Multiplies the learning rate of every parameter group by a factor, for one optimizer step.
 
-    Afterwards the rates are restored to the bit. A method that scales all advantages cannot do so by
-    the advantages themselves: Adam divides by the size of the gradient, so a factor on the gradient
-    that stays the same over the steps would change nothing.
+    Afterwards the rates are restored to the bit. A method that scales all advantages cannot do so
+    by the advantages themselves: Adam divides by the size of the gradient, so a factor on the
+    gradient that stays the same over the steps would change nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:

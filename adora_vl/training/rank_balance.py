@@ -85,10 +85,10 @@ def _deal_round(
     The rules, in the order of the code:
 
     1. A rank keeps its longest subgroup if that is nearly as long as the longest of all ranks.
-    2. A rank with shorter subgroups gets the longest one that is left on any rank, if that is better
-       than its own (`_source_of_longer_subgroup`). Otherwise it keeps its own.
-    3. A rank without subgroups gets one from the rank that has most, if that rank has more than it can
-       process in the later rounds.
+    2. A rank with shorter subgroups gets the longest one that is left on any rank, if that is
+       better than its own (`_source_of_longer_subgroup`). Otherwise it keeps its own.
+    3. A rank without subgroups gets one from the rank that has most, if that rank has more than it
+       can process in the later rounds.
 
     For example, rank 0 has subgroups of 90 and 88 tokens, rank 1 has 50 and 49, and one round
     follows. Rank 0 keeps 90 by rule 1. Rank 1 gets 88 by rule 2, which is a move.

@@ -72,8 +72,8 @@ class RecomputedLayers:
     """Decides for each training pass in how many decoder layers gradient checkpointing is on.
 
     A layer with gradient checkpointing is recomputed in the backward pass, which saves memory and
-    costs time. The vision tower stays as it is. `count`: how many layers were recomputed in the last
-    training pass.
+    costs time. The vision tower stays as it is. `count`: how many layers were recomputed in the
+    last training pass.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class RecomputedLayers:
         )
         if self._accelerator.num_processes == 1:
             return count
-        # Collective: under ZeRO-3 a recomputed layer gathers its weights twice. The ranks go through
-        # the layers in lockstep, so all recompute as many as the rank that needs most.
+        # Collective: under ZeRO-3 a recomputed layer gathers its weights twice. The ranks go
+        # through the layers in lockstep, so all recompute as many as the rank that needs most.
         count_1 = torch.tensor([count], device=self._accelerator.device)
         return int(self._accelerator.gather(count_1).max())
 
@@ -232,9 +232,9 @@ class RecomputedLayers:
         """Train on a micro-batch, and once more with all layers recomputed if memory runs out.
 
         What the first try has changed in gradients and log is undone, and all layers are recomputed
-        in the rest of the run. The error ends the run if all layers were recomputed already. It does
-        so with several processes too: the others would wait in the backward pass for the gradients
-        of this one, or under ZeRO-3 for its part of the weights.
+        in the rest of the run. The error ends the run if all layers were recomputed already. It
+        does so with several processes too: the others would wait in the backward pass for the
+        gradients of this one, or under ZeRO-3 for its part of the weights.
 
         Args:
             train_micro_batch: runs the micro-batch forward and backward, and returns its loss, ().

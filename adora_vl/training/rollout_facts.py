@@ -57,8 +57,8 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
 class RolloutFacts:
     """Rewards, lengths and further measurements of N graded rollouts of all ranks, on the CPU.
 
-    A tensor whose name ends in `_N` has a value for each rollout, and one that ends in `_NF` has one
-    for each rollout and each of F reward functions. The rollouts of a group are neighbours.
+    A tensor whose name ends in `_N` has a value for each rollout, and one that ends in `_NF` has
+    one for each rollout and each of F reward functions. The rollouts of a group are neighbours.
     """
 
     rewards_NF: Tensor
@@ -226,9 +226,10 @@ class RolloutFacts:
     def leaving_reasons(self) -> list[str | None]:
         """The reason why nothing is learned from each rollout; None where something is.
 
-        `without_unrewarded` takes a rollout out of its group if its reward is missing or incomplete.
-        It also takes out one with a reward that is the only one of its group, since there is nothing
-        to compare it with. Such rollouts have NaN for all functions in `counted_rewards_NF`.
+        `without_unrewarded` takes a rollout out of its group if its reward is missing or
+        incomplete. It also takes out one with a reward that is the only one of its group, since
+        there is nothing to compare it with. Such rollouts have NaN for all functions in
+        `counted_rewards_NF`.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [

@@ -117,8 +117,8 @@ def count_groups_for_signal(
 ) -> int:
     """Return how many groups to begin, so that on average `groups_with_signal` of them have signal.
 
-    A group has signal if its rollouts' rewards differ. For example, if half of the groups had signal
-    so far, 8 groups have to begin to get 4 with signal.
+    A group has signal if its rollouts' rewards differ. For example, if half of the groups had
+    signal so far, 8 groups have to begin to get 4 with signal.
 
     Args:
         groups_with_signal: the number that is wanted.

@@ -102,7 +102,8 @@ class RewardFunctions:
         """Return for each function the rewards of all rollouts.
 
         Reward models get only prompts and completions. Coroutine functions run after the others,
-        concurrently. For example, two functions and three rollouts give [[1, 0, 1], [0.5, None, 0]].
+        concurrently. For example, two functions and three rollouts give [[1, 0, 1], [0.5, None,
+        0]].
 
         Args:
             unscored_groups: the groups whose rollouts are scored.
@@ -301,16 +302,16 @@ def _logged_on_all_ranks(
     """Gather what reward functions logged on all ranks: extra columns, and means of metrics.
 
     For example, rank 0 has two rollouts, for which a function logs a column ["a", "b"], and [1, 3]
-    for a metric. Rank 1 also has two, without the column, and logs [5] for the metric. The column is
-    then ["a", "b", None, None], and the mean of the metric 3. Collective.
+    for a metric. Rank 1 also has two, without the column, and logs [5] for the metric. The column
+    is then ["a", "b", None, None], and the mean of the metric 3. Collective.
 
     Args:
         scores: what the functions of this rank have logged.
         rows_per_rank: rollouts of each rank. A rank that did not log a column gets so many None.
 
     Returns:
-        The columns by name, with a value for each rollout of all ranks; and the means of the metrics
-        by name.
+        The columns by name, with a value for each rollout of all ranks; and the means of the
+        metrics by name.
     """
     gathered = gather_object([(dict(scores.extra_columns), dict(scores.logged_metrics))])
     columns_of_ranks = [extra_columns for extra_columns, _ in gathered]

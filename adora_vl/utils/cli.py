@@ -518,7 +518,8 @@ def yaml_line(value: object) -> str:
 def flow_mapping(text: str) -> dict[str, Any] | None:
     """Return the mapping that a text such as `{a: 1, b: [2, 3]}` stands for, in YAML's flow style.
 
-    The result is None where the text is no such mapping, or has a value that JSON cannot hold, such as a date.
+    The result is None where the text is no such mapping, or has a value that JSON cannot hold, such
+    as a date.
     """
     content = yaml_value(text) if text.startswith("{") else None
     if not isinstance(content, dict):

@@ -241,8 +241,8 @@ def annotation_by_field(dataclass: Any) -> dict[str, Any]:
     """Return the annotation of every field of a dataclass by the field's name.
 
     Where a field takes only certain words, its annotation is a `Literal` of them. Dataclasses of
-    this project have a `Literal` already. Transformers lists the words as an `Enum`, or as `choices`
-    in the field's metadata.
+    this project have a `Literal` already. Transformers lists the words as an `Enum`, or as
+    `choices` in the field's metadata.
     """
     hints = get_type_hints(dataclass, include_extras=True)
     annotations: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Runs jobs on daemon threads, which a process that ends does not wait for.
 
 Python joins the threads of a `ThreadPoolExecutor` when a process ends. Those of
-`multiprocessing.pool.ThreadPool` are daemons too, but a pool takes a tenth of a second to close, and
-never returns where a job raises `SystemExit`.
+`multiprocessing.pool.ThreadPool` are daemons too, but a pool takes a tenth of a second to close,
+and never returns where a job raises `SystemExit`.
 """
 
 from collections import deque

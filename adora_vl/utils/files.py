@@ -164,7 +164,8 @@ class JsonLinesCache:
 def wait_until_visible(path: Path, timeout_s: float = NFS_DELAY_S) -> bool:
     """Wait for a file that another machine has written on a shared disk; return whether it is there.
 
-    `timeout_s`: after so many seconds waiting ends. The default is how long NFS may hide a new file.
+    `timeout_s`: after so many seconds waiting ends. The default is how long NFS may hide a new
+    file.
     """
     deadline = time.monotonic() + timeout_s
     while not path.exists():
@@ -190,7 +191,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         OSError: the folder cannot be written.
     """
     recover_folder(folder)
-    # the hidden folder beside `folder` that holds the new folder, and the old one before it is deleted
+    # the hidden folder beside `folder` that holds the new folder, and the old one before it is
+    # deleted
     working_folder, lock = create_locked_folder(lambda: _hidden_neighbour(folder))
     try:
         new_folder = working_folder / _NEW_NAME
@@ -256,8 +258,8 @@ def recover_folder(folder: Path) -> None:
 def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield the folders whose process is gone, so that the caller can remove them.
 
-    `folders`: folders that `create_locked_folder` has made. The lock of a folder is held while it is
-    yielded, so that no other process removes it too.
+    `folders`: folders that `create_locked_folder` has made. The lock of a folder is held while it
+    is yielded, so that no other process removes it too.
     """
     for folder in folders:
         try:

@@ -16,8 +16,8 @@ from adora_vl.utils.files import GIB, JsonLinesCache, cache_folder
 
 # A smaller file is read again as fast as it is looked up
 _MIN_REMEMBERED_BYTES = 2**14
-# A file system's clock may be as coarse as 2 s: a second change within that leaves the time as it is,
-# so only a file that is older than this is known by its time
+# A file system's clock may be as coarse as 2 s: a second change within that leaves the time as it
+# is, so only a file that is older than this is known by its time
 _MIN_AGE_NS = 5 * 10**9
 # From this on a line says that files are being read, since it takes long
 _ANNOUNCED_BYTES = 4 * GIB

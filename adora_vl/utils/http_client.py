@@ -229,7 +229,8 @@ def _create_client(address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         verify=_trusted_certificates(),
         trust_env=not is_this_machine(address),
-        # httpx's own timeout is for each part of a reply, so `_send_request` limits the whole reply.
+        # httpx's own timeout is for each part of a reply, so `_send_request` limits the whole
+        # reply.
         timeout=None,  # noqa: S113
         limits=httpx.Limits(keepalive_expiry=_MAX_IDLE_S),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),

@@ -8,8 +8,8 @@ from adora_vl.utils.open_files import open_files_message
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_FAILED = 1
-# The folders of this project. Its code is known by where it lies, since a user may have packages and
-# folders of these names.
+# The folders of this project. Its code is known by where it lies, since a user may have packages
+# and folders of these names.
 PROJECT_FOLDERS = tuple(
     Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
 )

@@ -266,8 +266,8 @@ SEVERAL_PROCESSES_HINT = (
 def single_process_note(environment: Mapping[str, str] = os.environ) -> str:
     """Return a note if `accelerate launch` was asked for several processes, but has started one.
 
-    The note is empty for any other run. The environment shows it: accelerate has set MASTER_ADDR, at
-    which several processes would meet, but no WORLD_SIZE.
+    The note is empty for any other run. The environment shows it: accelerate has set MASTER_ADDR,
+    at which several processes would meet, but no WORLD_SIZE.
 
     `environment`: the variables that accelerate has set.
     """

@@ -443,8 +443,9 @@ class ChatClient:
         """Send a request with the key of the environment, and return the body of the reply.
 
         Raises:
-            EndpointError: the call failed. The error says whether another attempt may help, how long
-                to wait for it, whether the key was refused, and whether the prompt is too long.
+            EndpointError: the call failed. The error says whether another attempt may help, how
+                long to wait for it, whether the key was refused, and whether the prompt is too
+                long.
         """
         headers = {"Content-Type": "application/json", **self._key_header()}
         try:

@@ -95,8 +95,8 @@ def _bound_values(function: object) -> list[object]:
 
     They are the arguments of a `partial`, the fields of a frozen dataclass with `__call__`, and the
     texts and numbers that an inner function reads from its outer function. Values that may change
-    during the run, such as a count of calls, are left out. For example, `partial(f, 2, low=1)` gives
-    2 and ("low", 1).
+    during the run, such as a count of calls, are left out. For example, `partial(f, 2, low=1)`
+    gives 2 and ("low", 1).
     """
     values: list[object] = []
     # the arguments of `partial`

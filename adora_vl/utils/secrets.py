@@ -59,8 +59,8 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
 
     For example, `{"api_key": "k1", "url": "http://me:pw@host"}` becomes
     `{"api_key": "...", "url": "http://...@host"}`. Nested mappings and lists are searched too. The
-    secrets are registered (`register_secret`), so that they are hidden elsewhere too. A value of another
-    type is returned as it is.
+    secrets are registered (`register_secret`), so that they are hidden elsewhere too. A value of
+    another type is returned as it is.
 
     In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
     `password: ...`.

@@ -123,8 +123,8 @@ def hash_of_weights(folder: Path) -> str:
 def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None:
     """Train a model that writes every chain without a slip, from which starts are made.
 
-    A model of this plan that is there already stays. The stage is needed, since a teacher that slips
-    from the beginning does not get the arithmetic across: after 600 steps no chain was right.
+    A model of this plan that is there already stays. The stage is needed, since a teacher that
+    slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
     """
     if is_built(folder, asdict(start)):
         return

@@ -176,9 +176,9 @@ REWARD_NAMES = ("steps", "digit")
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
     """Return whether a response is right, which a guess is by its digit.
 
-    By the reward `steps` a chain is right if every step is. Otherwise a chain that ends in one of two
-    digits, whatever it has computed, would be a long guess. The reward `digit` asks for the last
-    digit alone.
+    By the reward `steps` a chain is right if every step is. Otherwise a chain that ends in one of
+    two digits, whatever it has computed, would be a long guess. The reward `digit` asks for the
+    last digit alone.
     """
     if not is_chain(text):
         return text == f"{GUESS_PREFIX}{problem.answer}"

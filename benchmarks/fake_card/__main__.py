@@ -3,10 +3,10 @@
     python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2
 
 The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn
-images and recorded answers. It prints FLOPs, peak memory beside what the dry run predicts, launches,
-the kernels of attention, every wait of the host for the device with its line, and the error if one
-ended the run. A model of 3 billion parameters takes some minutes on one core. What follows `--` goes
-to the training.
+images and recorded answers. It prints FLOPs, peak memory beside what the dry run predicts,
+launches, the kernels of attention, every wait of the host for the device with its line, and the
+error if one ended the run. A model of 3 billion parameters takes some minutes on one core. What
+follows `--` goes to the training.
 """
 
 import argparse

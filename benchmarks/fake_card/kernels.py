@@ -1,7 +1,7 @@
 """The kernels that a card would take, in place of those of a CPU.
 
-They are attention as torch 2.13 chooses it on an H100, launches of Triton, and bitsandbytes' kernels
-for layers in 4 bits.
+They are attention as torch 2.13 chooses it on an H100, launches of Triton, and bitsandbytes'
+kernels for layers in 4 bits.
 """
 
 import sys
@@ -238,8 +238,8 @@ def _add_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def quantise(model: nn.Module, config: BitsAndBytesConfig) -> None:
     """Put the linear layers of a model on the card into 4 bits, in place, as bitsandbytes does.
 
-    Their weights are plain parameters with the attributes that bitsandbytes' layers look at, since a
-    fake tensor cannot be of another class of tensors.
+    Their weights are plain parameters with the attributes that bitsandbytes' layers look at, since
+    a fake tensor cannot be of another class of tensors.
     """
     bitsandbytes.functional.name2qmap.clear()  # a table on the card of the run before
     replace_with_bnb_linear(model, config.llm_int8_skip_modules, config)

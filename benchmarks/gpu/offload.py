@@ -128,8 +128,8 @@ def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
     compiles it.
 
     Returns:
-        The median seconds of a step, the float32 weights of a layer after the last step, and the share
-        of these weights that has changed.
+        The median seconds of a step, the float32 weights of a layer after the last step, and the
+        share of these weights that has changed.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param

@@ -126,8 +126,8 @@ def logps_at_distance(
 ) -> dict[int, Tensor]:
     """Return a model's log-probabilities in a window of 50 positions before each of `ends`.
 
-    For example, ends (500, 1000) give those at positions 451 to 500 under key 500, and those at 951 to
-    1000 under key 1000. Each tensor has the shape (50, vocabulary).
+    For example, ends (500, 1000) give those at positions 451 to 500 under key 500, and those at 951
+    to 1000 under key 1000. Each tensor has the shape (50, vocabulary).
     """
     ids = random_token_ids(
         setting,
@@ -156,8 +156,8 @@ def _mean_distance(logps: Tensor, reference: Tensor) -> float:
 def _model(setting: Setting) -> PreTrainedModel:
     """Return a random model whose attention scores have a standard deviation of about 3.
 
-    A trained model's scores spread as much. Weights of the usual size would give nearly equal scores,
-    and a wrong rotary angle would then change nothing.
+    A trained model's scores spread as much. Weights of the usual size would give nearly equal
+    scores, and a wrong rotary angle would then change nothing.
     """
     model = setting.model(setting.config("3B", layers=4), torch.bfloat16).eval()
     with torch.no_grad():

@@ -2,15 +2,15 @@
 
     adora_extensions: {docs/examples/noisy_rollouts.py:NoisyRollouts: {share: 0.5}}
 
-Some rollouts of every group are sampled on a distorted image, and the policy learns from all of them
-on the clean image. There is one distortion for each problem and generation. It gets weaker as
+Some rollouts of every group are sampled on a distorted image, and the policy learns from all of
+them on the clean image. There is one distortion for each problem and generation. It gets weaker as
 training goes on, and the advantages are computed over clean and distorted rollouts together.
 `noisy_7b_geo3k.yaml` beside this file is the recipe of the authors' repository
 (NUS-TRAIL/NoisyRollout). It has not been run on a GPU here.
 
 An image is first resized to the size that the model sees. The authors' code rounds the noisy image
-to whole patches afterwards, and its rotation makes it larger. Here it does neither, because a prompt
-must have the same image tokens in the engine and in the trainer.
+to whole patches afterwards, and its rotation makes it larger. Here it does neither, because a
+prompt must have the same image tokens in the engine and in the trainer.
 """
 
 import math

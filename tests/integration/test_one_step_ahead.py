@@ -102,7 +102,8 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
         "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
     }
     assert main(server_run_arguments(tmp_path / "one", server, **keys)) == 0
-    # what follows the writing of weights in each step; in the first, three generations are asked for
+    # what follows the writing of weights in each step; in the first, three generations are asked
+    # for
     later_step = "drift asked joined learned joined learned"
     assert " ".join(events).split("written ")[1:] == [
         "asked asked asked joined learned learned ",

@@ -170,9 +170,9 @@ def stopped_run_by_function_name(tmp_path_factory):
 class RunOnTwoMachines:
     """A run with a process on each of two machines, started twice by the same command.
 
-    The first time one machine lost its power, the second time the run was stopped. `seconds_to_end`:
-    from the loss of power to the end of the other machine. `saved`: the checkpoint that the second
-    start went on from, then all that were there at the end.
+    The first time one machine lost its power, the second time the run was stopped.
+    `seconds_to_end`: from the loss of power to the end of the other machine. `saved`: the
+    checkpoint that the second start went on from, then all that were there at the end.
     """
 
     seconds_to_end: float

@@ -23,7 +23,8 @@ _FLAGS_AGAINST_BACKGROUND_REQUESTS = [
     "--disable-quic",
     "--disable-gpu",
 ]
-# Texts of the page that are no words but values of JavaScript, which an element was made of by mistake.
+# Texts of the page that are no words but values of JavaScript, which an element was made of by
+# mistake.
 _VALUES_WITHOUT_WORDS_SCRIPT = """(() => {
   const texts = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 # Bounds of relative differences. float64 rounds at 2e-16, so no processor comes near the first one.
-# The vision tower computes rotations in float32, and so rounds the gradient of each copy of an image.
+# The vision tower computes rotations in float32, and so rounds the gradient of each copy of an
+# image.
 FLOAT64_BOUND = 1e-9
 VISION_BOUND = 1e-6
 IMAGE_TOKEN = 7

@@ -11,8 +11,8 @@ from adora_vl.rollout.rollouts import StepKey
 from adora_vl.types import Batch, LogMetric, PolicyLogps, SaveNow, StepContext
 from tests.support.stand_ins import training_config
 
-# "0/0": the optimizer step, and the micro-batch within it, at which a run's first generation begins.
-# A generation's position seeds which of its groups go into which optimizer step.
+# "0/0": the optimizer step, and the micro-batch within it, at which a run's first generation
+# begins. A generation's position seeds which of its groups go into which optimizer step.
 FIRST_GENERATION = StepKey(mode="train", step=0, micro=0).position
 
 

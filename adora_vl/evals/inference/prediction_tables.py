@@ -78,12 +78,12 @@ def _read_table(path: Path) -> DataFrame:
 def _parse_cell(name: str, cell: str) -> object:
     """Return what a cell stands for: None, a number, a list, an object, or its text.
 
-    - An empty cell is None, and so is `nan`, which pandas writes for a missing value. Only a response
-      may really be `nan`.
+    - An empty cell is None, and so is `nan`, which pandas writes for a missing value. Only a
+      response may really be `nan`.
     - `512.0` in the column `n_tokens` is 512. The name of the column decides whether a cell is a
       number, so that the `answer` `5` stays a text.
-    - `['3', '5']` and `{"a": 1}` are a list and an object, in Python or in JSON, except in columns of
-      texts, such as the answer.
+    - `['3', '5']` and `{"a": 1}` are a list and an object, in Python or in JSON, except in columns
+      of texts, such as the answer.
     - Any other cell is its text, such as `[3, 5)`.
     """
     if not cell or (cell == "nan" and name != "response"):

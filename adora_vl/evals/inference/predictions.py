@@ -64,8 +64,8 @@ def read_predictions(
 
     Returns the rows in the order of the file, with numbers as ids turned into texts and null
     responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
-    has a fault (`describe_row_fault`), or has the key of an earlier row, and for a name in `columns`
-    that no row has.
+    has a fault (`describe_row_fault`), or has the key of an earlier row, and for a name in
+    `columns` that no row has.
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")

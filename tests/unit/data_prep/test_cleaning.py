@@ -67,8 +67,8 @@ def write_file(name: str, content: bytes) -> Damage:
 
 PNG = encode_picture(draw_figure(3))
 JPEG = encode_picture(draw_figure(3), "JPEG")
-# by the name of a fault: the picture, the changed keys of data.json or the damage to the folder, and
-# the reason under which the row is refused
+# by the name of a fault: the picture, the changed keys of data.json or the damage to the folder,
+# and the reason under which the row is refused
 PICTURE_AND_KIND_BY_FAULT: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
     "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_svg"),

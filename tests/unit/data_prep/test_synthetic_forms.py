@@ -1,8 +1,8 @@
 """Each family of drawn problems has the answer that its picture and question determine.
 
-A problem has its text form, which the engine solves. Lettered families are drawn from it; of the plain
-ones what stands in the picture is compared with it. The families of reading (numbers at corners,
-knights) have nothing that a text form can say.
+A problem has its text form, which the engine solves. Lettered families are drawn from it; of the
+plain ones what stands in the picture is compared with it. The families of reading (numbers at
+corners, knights) have nothing that a text form can say.
 """
 
 import random

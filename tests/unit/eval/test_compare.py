@@ -21,8 +21,8 @@ def write_score_file(
 ) -> str:
     """Write a score file and return its path.
 
-    `right_digits` has a character for each problem, `1` for a right answer; problems are in turn of the
-    groups `a` and `b` of the kind `task`. `fields` are keys of the score, in place of its own.
+    `right_digits` has a character for each problem, `1` for a right answer; problems are in turn of
+    the groups `a` and `b` of the kind `task`. `fields` are keys of the score, in place of its own.
     """
     graded = []
     for index, character in enumerate(right_digits):

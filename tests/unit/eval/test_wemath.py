@@ -54,9 +54,9 @@ def diagnose_both(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
 def test_every_pattern_of_steps_has_its_place():
     """We-Math diagnoses a problem by which of its steps are right, and whether the whole is.
 
-    The diagnosis is complete mastery (CM), rote memorization (RM), inadequate generalization (IG) or
-    insufficient knowledge (IK). The loose diagnosis counts a right whole as mastery if any step is
-    right, and the strict one only if all steps are.
+    The diagnosis is complete mastery (CM), rote memorization (RM), inadequate generalization (IG)
+    or insufficient knowledge (IK). The loose diagnosis counts a right whole as mastery if any step
+    is right, and the strict one only if all steps are.
     """
     # By pattern: 1 for right, for each of two steps and the whole. (strict, loose) diagnosis
     expected = {

@@ -1,7 +1,7 @@
 """200 problems that were written before the engine had seen them, with answers by formula.
 
-Half are logic forms, half are sentences: determined, open, contradictory, with two solutions of which
-the drawing chooses one, and not to scale. Each has a line of working that says why.
+Half are logic forms, half are sentences: determined, open, contradictory, with two solutions of
+which the drawing chooses one, and not to scale. Each has a line of working that says why.
 """
 
 import json

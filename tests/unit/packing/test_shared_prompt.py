@@ -690,8 +690,8 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
 
     # 4 + 2; 3 + 5, then 2 and 1; 2.
     assert layout.span_lengths == [6, 8, 2, 1, 2]
-    # Where spans begin and end: of queries, and of keys, which have the prompt's three once more for
-    # the spans of 2 and of 1.
+    # Where spans begin and end: of queries, and of keys, which have the prompt's three once more
+    # for the spans of 2 and of 1.
     queries, keys, max_queries, max_keys = layout.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]

@@ -407,7 +407,8 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     3. The other rank measures its own two and number 0.
     """
     # What the other rank sends at each call of `gather_object`: first the values of its rollouts,
-    # which are the same as this rank's (None), and at the end of the step the drift that it measured.
+    # which are the same as this rank's (None), and at the end of the step the drift that it
+    # measured.
     drift_by_number = {1: 10.5, 3: 10.25, 0: 0.75}
     sent_by_other_rank = iter([None, [drift_by_number]])
 

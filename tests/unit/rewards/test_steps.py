@@ -327,8 +327,8 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
 ) -> None:
     """The page gets the start and the end of each claim as JavaScript counts: in UTF-16 units.
 
-    A smiley is two of them, and one character of Python. `write_recorded_run` writes the record of a
-    finished run, with these columns in each rollout.
+    A smiley is two of them, and one character of Python. `write_recorded_run` writes the record of
+    a finished run, with these columns in each rollout.
     """
     text = f"😀 {FALSE_WORKING}"
     claims = check_claims(text, figure_json)

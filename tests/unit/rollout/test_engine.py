@@ -149,7 +149,8 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
 ):
     """The trainer reads tokens alone, so vLLM's option `detokenize` is off to save its time."""
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
-    # (mode, the run's `generation_kwargs`, what vLLM gets for `detokenize`; None: its default, True)
+    # (mode, the run's `generation_kwargs`, what vLLM gets for `detokenize`; None: its default,
+    # True)
     cases: list[Any] = [
         ("colocate", None, False),
         ("colocate", {"top_k": 3}, False),
@@ -272,7 +273,8 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
     vLLM's own all-reduce would end the process there.
     """
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    # (ranks that divide the engine, torch's setting, whether vLLM's all-reduce is off; None: default)
+    # (ranks that divide the engine, torch's setting, whether vLLM's all-reduce is off; None:
+    # default)
     for ranks, setting, is_disabled in [
         (2, "expandable_segments:True", True),
         (2, "", None),

@@ -202,7 +202,8 @@ def reply_spoilers() -> dict[str, Any]:
 
     def replace_last_token(choice: dict[str, Any], token: int) -> None:
         choice["token_ids"][-1] = token
-        # The reply to a prompt without an image names tokens in one list, the other in dictionaries.
+        # The reply to a prompt without an image names tokens in one list, the other in
+        # dictionaries.
         logprobs = choice["logprobs"]
         if "tokens" in logprobs:
             logprobs["tokens"][-1] = f"token_id:{token}"

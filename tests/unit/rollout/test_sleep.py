@@ -179,8 +179,8 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
 
 # What each phase has after two batches without dynamic sampling, and after three with it. A batch
 # for which the engine wakes takes 1 s of sampling, 2 s of sync (zeros and weights), 2 s of waking
-# (weights and caches) and 1 s of going to sleep. With dynamic sampling it wakes and sleeps once, but
-# TRL asks for the memory of the caches before every batch.
+# (weights and caches) and 1 s of going to sleep. With dynamic sampling it wakes and sleeps once,
+# but TRL asks for the memory of the caches before every batch.
 SECONDS_BY_SAMPLING = {
     "each batch": (0, 2, {"rollout": 2, "sync": 4, "wake": 4, "sleep": 2}),
     "dynamic sampling": (3, 3, {"rollout": 3, "sync": 2, "wake": 4, "sleep": 1}),

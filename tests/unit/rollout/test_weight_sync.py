@@ -202,7 +202,8 @@ OPTIONS_BY_KIND: dict[str, dict[str, Any]] = {
     "MULTITASK_PROMPT_TUNING": PROMPT_TOKEN_OPTIONS,
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
 }
-# Such an adapter adds tokens, or works with more than one product of matrices: nothing can be merged.
+# Such an adapter adds tokens, or works with more than one product of matrices: nothing can be
+# merged.
 KINDS_THAT_CHANGE_NO_WEIGHT = {
     "P_TUNING",
     "PROMPT_TUNING",

@@ -1,7 +1,7 @@
 """The entropy bonus is the mean entropy of a generation's tokens, however its rows are divided.
 
-Its gradient is what the gradient of TRL's loss with the bonus has more than without. The policy is a
-table of logits in float64.
+Its gradient is what the gradient of TRL's loss with the bonus has more than without. The policy is
+a table of logits in float64.
 """
 
 from typing import Any

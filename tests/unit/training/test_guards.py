@@ -201,8 +201,8 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
     A ratio is the policy's probability of a token over that of the policy that sampled it. The
     padding has the ratio 1, so no result is below 1.
     """
-    # (log-ratios of a row of two tokens and one of padding, the level, the largest ratio). The ratio
-    # of a sequence is the exponential of the mean log-ratio of its tokens.
+    # (log-ratios of a row of two tokens and one of padding, the level, the largest ratio). The
+    # ratio of a sequence is the exponential of the mean log-ratio of its tokens.
     cases = [
         ([0.0, 2.0, 9.0], "token", math.exp(2)),
         ([0.0, 2.0, 9.0], "sequence", math.exp(1)),

@@ -1,8 +1,8 @@
 """Micro-batches are filled up to the memory that is planned for them, and all ranks cut alike.
 
 Memory is planned for a micro-batch of groups with the longest prompt and answers of full length.
-Real answers are shorter, so more groups fit. `MicroBatchMemory.split` says which groups go together: it
-takes the sizes of each rank's groups, in order, and returns ranges of their positions.
+Real answers are shorter, so more groups fit. `MicroBatchMemory.split` says which groups go
+together: it takes the sizes of each rank's groups, in order, and returns ranges of their positions.
 """
 
 from collections.abc import Sequence

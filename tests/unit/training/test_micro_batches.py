@@ -1,7 +1,7 @@
 """A generation becomes micro-batches: which rows each has, and which rows move to other ranks.
 
-A subgroup is what is put into a micro-batch as a whole: a group of rollouts, or a part of one where a
-micro-batch is smaller than a group.
+A subgroup is what is put into a micro-batch as a whole: a group of rollouts, or a part of one where
+a micro-batch is smaller than a group.
 """
 
 import copy
@@ -53,8 +53,8 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
     divide each other, so no rows may move. The second generation is then learned from in two steps,
     so the policy of the second step is no longer the one that sampled.
     """
-    # (steps_per_generation, num_iterations, gradient_accumulation_steps): (micro-batches among which
-    # rows may move, whether a generation has one optimizer step)
+    # (steps_per_generation, num_iterations, gradient_accumulation_steps): (micro-batches among
+    # which rows may move, whether a generation has one optimizer step)
     cases = {
         (4, 1, 4): (4, True),
         (8, 1, 4): (4, False),
@@ -275,8 +275,8 @@ def test_a_batch_of_empty_completions_keeps_two_columns():
 
 
 # (for each group of the batch whether it has signal, the same for each further group, slots, the
-# number of the group in each slot). Further groups are numbered after those of the batch: with three
-# in the batch, for example, the second further group is number 4.
+# number of the group in each slot). Further groups are numbered after those of the batch: with
+# three in the batch, for example, the second further group is number 4.
 SLOT_CASES = [
     ([True, False, False], [False, True, False], 3, [0, 4, 2]),
     ([True, False], [False, True, True, False], 4, [0, 1, 3, 4]),  # free slots come first
@@ -558,7 +558,8 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
         weights: dict[int, float] = {}
         for micro_batch in with_work:
             rows = len(micro_batch["advantages"])
-            # DAPO divides by the tokens of the generation, the others by the rows of the micro-batch.
+            # DAPO divides by the tokens of the generation, the others by the rows of the
+            # micro-batch.
             weight_in_mean = 1.0 if loss_type == "dapo" else 1 / rows
             for number in micro_batch["rollout_number"].tolist():
                 weights[number] = weight_in_mean * float(cutting_batcher.loss_weight(micro_batch))

@@ -32,8 +32,8 @@ from tests.support.stand_ins import FakeAccelerator, training_config
 from tests.support.step_context import step_context
 
 LAYERS = 4
-# About a group of 8 rollouts of 468 tokens, with a prompt of 1079, in one packed row. Attention reads
-# a copy of the prompt's keys for each rollout: 8 * (1079 + 468) keys are 12,376.
+# About a group of 8 rollouts of 468 tokens, with a prompt of 1079, in one packed row. Attention
+# reads a copy of the prompt's keys for each rollout: 8 * (1079 + 468) keys are 12,376.
 PASS_SIZE = PassSize(
     rows=1,
     row_length=4800,
@@ -313,8 +313,8 @@ class OutOfMemory(nn.Module):
 def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     """Return a policy whose first pass runs out of memory.
 
-    `total`: the bytes of its GPU. Gradients that take at most a share of it are copied before a pass,
-    so that they can be restored.
+    `total`: the bytes of its GPU. Gradients that take at most a share of it are copied before a
+    pass, so that they can be restored.
     """
     model = language_model()
     switch = recompute_switch(
