@@ -10,29 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from adora_vl.rewards.grammar import (
     ExpressionTree,
     ParseError,
     direct_subtrees,
-    is_angle_in_radians,
     replace_node,
     subtrees,
     unknown_names,
 )
-from adora_vl.rewards.number_with_error import (
-    ONE,
-    NumberWithError,
-    Value,
-    factorial_or_binomial,
-    function_value,
-    logarithm,
-    pi,
-    power_of,
-    principal_root,
-)
+from adora_vl.rewards.number_with_error import ONE, NumberWithError, Value
+from adora_vl.rewards.tree_value import UnknownValues, evaluate_tree
 
 # A long decimal such as 0.3333333 may stand for a value with more digits, such as 1/3. The largest
 # relative distance between the two.
@@ -50,9 +40,6 @@ _ERROR_MARGIN = 1000
 _ROUNDED_UNIT = 1 - 2.0**-40
 # Two inexact products count as equal only if their relative error is at most this large.
 _MAX_PRODUCT_ERROR = 2.0**-60
-
-# The largest exponent in a closed form; `2^{65}` is `too_large`.
-MAX_CONSTANT_EXPONENT = 64
 
 # The six numbers that stand for an unknown where two functions are compared by their values. They
 # differ in sign and size, and no honest answer is likely to be 0 at one of them.
@@ -82,7 +69,7 @@ def evaluate_closed_form(tree: ExpressionTree) -> NumberWithError:
     `has_unknown` for a tree that has unknowns.
     """
     # No unknown has a value here, so a tree with one raises `ParseError`.
-    number = _evaluate(tree, unknown_values=None)
+    number = evaluate_tree(tree, unknown_values=None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         # A short number, as most answers are, has no arithmetic and is no long decimal.
         return number
@@ -155,7 +142,7 @@ def _is_rational(tree: ExpressionTree) -> bool:
 
 def _is_integer(exponent: ExpressionTree) -> bool:
     """Return whether an exponent is a rational expression with an integer value."""
-    return _is_rational(exponent) and bool(_evaluate(exponent, None).value.denominator == 1)
+    return _is_rational(exponent) and bool(evaluate_tree(exponent, None).value.denominator == 1)
 
 
 def _is_scientific(
@@ -208,7 +195,7 @@ def _is_long_decimal(node: ExpressionTree) -> bool:
 
 
 def _last_digit_growth(
-    tree: ExpressionTree, number: NumberWithError, unknown_values: Mapping[str, Fraction] | None
+    tree: ExpressionTree, number: NumberWithError, unknown_values: UnknownValues
 ) -> Value | None:
     r"""Return how much the value of a tree grows if its long decimal grows by its last place.
 
@@ -223,7 +210,7 @@ def _last_digit_growth(
     if raised_tree is None:
         return None
     try:
-        return (_evaluate(raised_tree, unknown_values) - number).value
+        return (evaluate_tree(raised_tree, unknown_values) - number).value
     except ParseError:
         return None
 
@@ -530,87 +517,6 @@ def _value_at(tree: ExpressionTree, unknown_values: Mapping[str, Fraction]) -> _
     If it has no value there, the reason is returned: `too_large` or `undefined`.
     """
     try:
-        return _evaluate(tree, unknown_values)
+        return evaluate_tree(tree, unknown_values)
     except ParseError as error:
         return "too_large" if error.reason == "too_large" else "undefined"
-
-
-def _evaluate(
-    tree: ExpressionTree, unknown_values: Mapping[str, Fraction] | None
-) -> NumberWithError:
-    """Compute the value of an expression tree from the values of its parts.
-
-    `unknown_values` has the value of each unknown. If it is None, the tree has to be a closed form:
-    without unknowns, and real in all its parts. Raises `ParseError` with the reason `has_unknown`,
-    `undefined` or `too_large`.
-    """
-    kind = tree[0]
-    if kind == "num":
-        result = NumberWithError(Fraction(tree[1]))
-    elif kind == "unknown":
-        if unknown_values is None:
-            raise ParseError("has_unknown")
-        result = NumberWithError(unknown_values[tree[1]])
-    elif kind == "sum":
-        terms = []
-        for sign, term in tree[1:]:
-            absolute = _evaluate(term, unknown_values)
-            terms.append(absolute if sign > 0 else -absolute)
-        result = reduce(NumberWithError.__add__, terms)
-    elif kind == "product":
-        # A product is `("product", ("*", tree), ("/", tree), ...)`, and begins with a `*`.
-        result = _evaluate(tree[1][1], unknown_values)
-        for operator, factor in tree[2:]:
-            factor_value = _evaluate(factor, unknown_values)
-            result = result / factor_value if operator == "/" else result * factor_value
-    elif kind == "frac":
-        result = _evaluate(tree[1], unknown_values) / _evaluate(tree[2], unknown_values)
-    elif kind == "mixed":
-        _, integer, numerator, denominator = tree
-        result = NumberWithError(int(integer) + Fraction(int(numerator), int(denominator)))
-    elif kind == "power":
-        # The exponent comes first: `x^{999}` is too large, although `x` has no value here.
-        exponent = _evaluate(tree[2], unknown_values)
-        if (
-            unknown_values is None
-            and exponent.is_exact
-            and abs(exponent.value) > MAX_CONSTANT_EXPONENT
-        ):
-            raise ParseError("too_large")
-        result = power_of(_evaluate(tree[1], unknown_values), exponent)
-    elif kind in {"factorial", "binomial"}:
-        result = factorial_or_binomial(*[_evaluate(term, unknown_values) for term in tree[1:]])
-    elif kind == "pi":
-        result = pi()
-    elif kind == "root":
-        result = _evaluate_root(tree, unknown_values)
-    elif kind == "log":
-        result = logarithm(_evaluate(tree[2], unknown_values)) / logarithm(
-            _evaluate(tree[1], unknown_values)
-        )
-    else:  # ("call", name, argument)
-        result = function_value(
-            tree[1], _evaluate(tree[2], unknown_values), is_in_radians=is_angle_in_radians(tree[2])
-        )
-    # A closed form has to be real. A function may be compared at a point where it is complex.
-    if unknown_values is None and not result.is_real:
-        raise ParseError("undefined")
-    return result
-
-
-def _evaluate_root(
-    tree: ExpressionTree, unknown_values: Mapping[str, Fraction] | None
-) -> NumberWithError:
-    """Compute the value of a root, as `_evaluate` does for any tree.
-
-    The cube root of a constant -8 is -2, as at school. If the radicand has unknowns, the root is
-    the principal one, which is complex for a negative radicand.
-    """
-    _, degree, radicand_tree = tree
-    radicand = _evaluate(radicand_tree, unknown_values)
-    # Without values for unknowns the whole tree has none. With values the radicand may have none.
-    is_constant_radicand = unknown_values is None or not unknown_names(radicand_tree)
-    is_negative = radicand.is_real and radicand.value < 0
-    if degree % 2 == 1 and is_constant_radicand and is_negative:
-        return -principal_root(-radicand, degree)
-    return principal_root(radicand, degree)
