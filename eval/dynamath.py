@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.dataset import DataLayout, load_problems
 from adora_vl.evals.inference.predictions import TEXT_VALUE, describe_field_fault
 from adora_vl.evals.options import HubDataOptions, ScoreOptions
 from adora_vl.evals.records import (
@@ -197,7 +197,7 @@ def load(options: HubDataOptions) -> LoadedProblems:
             prompt=prompt,
             check=check_row,
             id_column="id",
-            our_names={"ground_truth": "answer", "knowledge_level": "level"},
+            layout=DataLayout(our_names={"ground_truth": "answer", "knowledge_level": "level"}),
         )
         for problem in loaded.problems:
             fields = {**problem.fields, "pid": f"{split}/{problem.pid}"}

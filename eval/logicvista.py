@@ -6,7 +6,7 @@ import re
 from functools import partial
 from operator import itemgetter
 
-from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.dataset import DataLayout, load_problems
 from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, describe_field_fault
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.records import CORRECT, WRONG, Benchmark, Extraction, Prediction, RowGrade
@@ -96,7 +96,7 @@ load = partial(
     prompt=itemgetter("question"),
     check=check_row,
     id_column="id",
-    image_folder="images",
+    layout=DataLayout(image_folder="images"),
 )
 BENCHMARK = Benchmark(
     name="logicvista",

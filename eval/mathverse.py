@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.dataset import DataLayout, load_problems
 from adora_vl.evals.inference.predictions import (
     ANY_VALUE,
     TEXT_VALUE,
@@ -463,7 +463,8 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
             prompt=itemgetter(f"query_{options.query}"),
             stored_columns=(*REQUIRED_COLUMNS, *_TYPE_BY_OPTIONAL_COLUMN),
             id_column="sample_index",
-            config=split,  # on the hub each split is a configuration of its own
+            # on the hub each split is a configuration of its own
+            layout=DataLayout(hub_config=split),
         )
         for problem in loaded.problems:
             if problem.fields["problem_version"] == TEXT_ONLY:

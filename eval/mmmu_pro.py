@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Literal
 
-from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.dataset import DataLayout, load_problems
 from adora_vl.evals.inference.predictions import (
     ANY_VALUE,
     TEXT_VALUE,
@@ -193,7 +193,7 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
         prompt=lambda row: PROMPT_BY_QUERY[options.query],
         check=check_row,
         id_column="id",
-        config="vision",  # the part of the data on the hub
+        layout=DataLayout(hub_config="vision"),
     )
 
 

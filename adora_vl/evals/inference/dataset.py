@@ -3,7 +3,7 @@
 import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,24 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 _SPLIT_NAME_PATTERN = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
 _MOST_NAMED_FILES = 5  # in a message
 _MAX_PATH_CHARS = 300  # a longer text in an image column is the image itself in Base64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLayout:
+    """How the data of a benchmark are laid out by those who publish them.
+
+    The defaults are those of a single table, whose columns have our names.
+    """
+
+    hub_config: str | None = None
+    """The part of a dataset on the hub that has several."""
+    image_folder: str = ""
+    """A folder beside a file of rows, in which their images are."""
+    our_names: Mapping[str, str] = field(default_factory=dict)
+    """Our names of columns by their names in the data, if they differ."""
+
+
+_DEFAULT_LAYOUT = DataLayout()
 
 
 @dataclass(frozen=True)
@@ -94,9 +112,7 @@ def load_problems(
     stored_columns: Sequence[str] = (),
     check: Callable[[Row], str | None] = lambda row: None,
     id_column: str = "pid",
-    config: str | None = None,
-    image_folder: str = "",
-    our_names: Mapping[str, str] | None = None,
+    layout: DataLayout = _DEFAULT_LAYOUT,
 ) -> LoadedProblems:
     """Load the problems of a benchmark from `options.data`, with a hash of the data.
 
@@ -114,18 +130,16 @@ def load_problems(
         check: Returns what is wrong with a row, or None. The row has the fields of a prediction,
             with an empty response.
         id_column: The column with the id.
-        config: The part of a dataset on the hub that has several.
-        image_folder: A folder beside a file of rows, in which their images are.
-        our_names: Our names of columns by their names in the data, if they differ.
+        layout: How the data are laid out, if they are more than a table with our names.
 
     Raises:
         UserError: Rows lack a column, `check` finds a fault in them, or they cannot be asked. The
             message has a line for each such row.
     """
-    loaded = _load_split(options, image_columns=image_columns, id_column=id_column, config=config)
-    loaded = _rename_columns_and_find_images(
-        loaded, image_folder=image_folder, our_names=our_names or {}
+    loaded = _load_split(
+        options, image_columns=image_columns, id_column=id_column, hub_config=layout.hub_config
     )
+    loaded = _rename_columns_and_find_images(loaded, layout)
     has_image = bool(image_columns)  # the question may then be empty, as a part of the picture
 
     def describe_fault(row: Row) -> str | None:
@@ -182,19 +196,15 @@ def _check_rows(loaded: _LoadedRows, describe_fault: Callable[[Row], str | None]
         raise UserError(f"data: {loaded.origin} has no rows")
 
 
-def _rename_columns_and_find_images(
-    loaded: _LoadedRows, *, image_folder: str, our_names: Mapping[str, str]
-) -> _LoadedRows:
-    """Return the rows with our names of their columns, and with the folder that has their images.
-
-    The arguments are those of `load_problems`.
-    """
+def _rename_columns_and_find_images(loaded: _LoadedRows, layout: DataLayout) -> _LoadedRows:
+    """Return the rows with our names of their columns, and with the folder that has their images."""
     rows = [
-        {our_names.get(name, name): value for name, value in row.items()} for row in loaded.rows
+        {layout.our_names.get(name, name): value for name, value in row.items()}
+        for row in loaded.rows
     ]
     folder = loaded.folder
-    if folder is not None and (folder / image_folder).is_dir():
-        folder /= image_folder
+    if folder is not None and (folder / layout.image_folder).is_dir():
+        folder /= layout.image_folder
     return replace(loaded, rows=rows, folder=folder)
 
 
@@ -211,12 +221,12 @@ def _as_prediction(row: Row, id_column: str) -> Row:
 
 
 def _load_split(
-    options: DataOptions, *, image_columns: Sequence[str], id_column: str, config: str | None
+    options: DataOptions, *, image_columns: Sequence[str], id_column: str, hub_config: str | None
 ) -> _LoadedRows:
     """Load the rows of a split from the file, the folder or the hub id in `options.data`.
 
-    The other arguments are those of `load_problems`. Raises `UserError` if the data are none of the
-    three.
+    The other arguments are those of `load_problems`, and `hub_config` of its layout. Raises
+    `UserError` if the data are none of the three.
     """
     path = Path(options.data)
     if path.exists():
@@ -232,7 +242,7 @@ def _load_split(
             split=options.split,
             revision=revision,
             image_columns=image_columns,
-            config=config,
+            config=hub_config,
         )
     raise UserError(
         f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
