@@ -24,7 +24,7 @@ from adora_vl.models.four_bit import (
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import notes_on_filters
 from adora_vl.preflight.python_inputs import system_message_text
-from adora_vl.record.manifest import run_manifest
+from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
 from adora_vl.utils.launch import single_process_note
@@ -271,17 +271,20 @@ class ResolvedRun:
         settings: list[Any] = [self.config, self.request.model.model_args]
         if self.script_args is not None:
             settings = [self.script_args, *settings]
+        data = TrainingData(
+            folders=list(self.data.folders) or ["Python"],
+            row_count=self.data.rows or 0,
+            overlong_row_count=len(self.data.left_out_ids),
+        )
         manifest = run_manifest(
             *settings,
             arguments=cli_args.words if cli_args else None,
-            data_folders=list(self.data.folders) or ["Python"],
-            row_count=self.data.rows or 0,
+            data=data,
             fingerprint=self.fingerprint,
             batch_plan=self.layout.describe(),
             processes=self.context.sharding.processes,
             checkpoint=self.output.start.checkpoint,
             user_code_hashes=self.user_code_hashes,
-            overlong_rows=len(self.data.left_out_ids),
         )
         manifest["model"]["sees_images"] = sees_images(self.model.config)
         if self.model.adapters:

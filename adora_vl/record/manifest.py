@@ -223,43 +223,48 @@ _RECORDED_PACKAGES = (
 Manifest = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The data that a run trains on, as its manifest has them."""
+
+    folders: Sequence[str]  # of the data sets
+    row_count: int  # how many rows are trained on
+    # How many rows are left out, since their prompts are too long (`adora_overlong_prompts`).
+    overlong_row_count: int = 0
+
+
 def run_manifest(
     *settings: DataclassInstance,
     arguments: Sequence[str] | None,
-    data_folders: Sequence[str],
-    row_count: int,
+    data: TrainingData,
     fingerprint: dict[str, str],
     batch_plan: str,
     processes: int,
     checkpoint: str | None,
     user_code_hashes: Mapping[str, str] | None = None,
-    overlong_rows: int = 0,
 ) -> Manifest:
     """Return the manifest of a run that starts now, or resumes from a checkpoint.
 
     Args:
         *settings: the dataclasses of the run's settings, such as its `AdoraGRPOConfig`.
         arguments: the arguments of the command line; None for a run that a Python script starts.
-        data_folders: the folders of the data sets.
-        row_count: how many rows are trained on.
+        data: the data that the run trains on.
         fingerprint: the hashes of data set and model under `dataset` and `model`, and under
             `adora_prompt` the template of the prompts as JSON.
         batch_plan: how many rollouts a step has, in words.
         processes: the number of ranks.
         checkpoint: the folder from which the run resumes; None for a new run.
         user_code_hashes: the hash of each file of the user's code, by what it is for.
-        overlong_rows: how many rows are left out, since their prompts are too long
-            (`adora_overlong_prompts`).
     """
     config = _recorded_config(settings)
     data_entry: dict[str, Any] = {
-        "folder": ", ".join(data_folders),
-        "rows": row_count,
+        "folder": ", ".join(data.folders),
+        "rows": data.row_count,
         "fingerprint": fingerprint.get("dataset"),
     }
-    if overlong_rows:
-        data_entry["overlong_rows_left_out"] = overlong_rows
-    data_entry |= _read_data_sources(data_folders, config.get("adora_mixture"))
+    if data.overlong_row_count:
+        data_entry["overlong_rows_left_out"] = data.overlong_row_count
+    data_entry |= _read_data_sources(data.folders, config.get("adora_mixture"))
     return {
         **MADE_BY,
         "command": launch_command(arguments),

@@ -24,7 +24,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.preflight import check_keys, check_machine
 from adora_vl.preflight.check_model import check_tensor_parallel
 from adora_vl.preflight.check_sampling import check_sampling, notes_on_filters
-from adora_vl.record.manifest import run_manifest
+from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError, in_one_line
 from benchmarks.gpu.setting import Setting
@@ -165,8 +165,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     manifest = run_manifest(
         script,
         config_with_secrets,
-        data_folders=["d"],
-        row_count=1,
+        data=TrainingData(folders=["d"], row_count=1),
         fingerprint={},
         batch_plan="",
         processes=1,

@@ -18,7 +18,7 @@ from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
 from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
 from adora_vl.evaluation import load_evaluation_plan
 from adora_vl.record.card import model_card
-from adora_vl.record.manifest import run_manifest
+from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.rewards import grade
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
@@ -353,8 +353,7 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(
             config,
             model,
             arguments=[],
-            data_folders=[str(folder)],
-            row_count=3,
+            data=TrainingData(folders=[str(folder)], row_count=3),
             fingerprint=fingerprint_of(folder),
             batch_plan="",
             processes=1,

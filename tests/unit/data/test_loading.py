@@ -28,7 +28,7 @@ from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import load_evaluation_plan
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.card import model_card
-from adora_vl.record.manifest import describe_run, run_manifest
+from adora_vl.record.manifest import TrainingData, describe_run, run_manifest
 from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
@@ -519,8 +519,7 @@ def test_manifest_page_and_card_name_every_data_set(large_and_small: list[Path])
         config,
         model,
         arguments=[],
-        data_folders=[str(folder) for folder in large_and_small],
-        row_count=29,
+        data=TrainingData(folders=[str(folder) for folder in large_and_small], row_count=29),
         fingerprint={"dataset": "a+b"},
         batch_plan="",
         processes=1,
