@@ -146,7 +146,7 @@ def run_seconds(device: torch.device, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def fastest_by_turns(
+def median_seconds_by_turns(
     device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int
 ) -> dict[str, float]:
     """Return the median seconds of each way, whose calls come by turns.

@@ -22,7 +22,7 @@ from benchmarks.gpu.setting import (
     relative_distance,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
-from benchmarks.measure import fastest_by_turns, peak_bytes
+from benchmarks.measure import median_seconds_by_turns, peak_bytes
 
 VOCABULARY = 151_936  # of all Qwen2.5-VL
 ERROR_SLACK = 1.5  # of errors of two heads that sum in another order
@@ -117,7 +117,7 @@ def _speed(
         name: lambda head=head: _logps_and_gradients(head, hidden, weight, targets)
         for name, head in HEAD_BY_NAME.items()
     }
-    times = fastest_by_turns(setting.device, ways, 3 if setting.full else 1)
+    times = median_seconds_by_turns(setting.device, ways, 3 if setting.full else 1)
     figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in times.items())
     if setting.on_gpu:
         yield at_most_line(

@@ -20,7 +20,7 @@ from adora_vl.packing.span_attention import attend_by_sdpa
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans
 from benchmarks.gpu.setting import Setting, relative_distance
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import fastest_by_turns
+from benchmarks.measure import median_seconds_by_turns
 
 # Queries and keys of a layer, and the size of a head
 _HEADS_AND_SIZE_BY_MODEL = {"3B": (16, 2, 128), "7B": (28, 4, 128)}
@@ -106,7 +106,7 @@ def _comparison_lines(
         )
     if not works:
         return
-    times = fastest_by_turns(
+    times = median_seconds_by_turns(
         setting.device,
         {way: partial(_outputs_and_gradients, attend, inputs) for way, attend in ways.items()},
         5,

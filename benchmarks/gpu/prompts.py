@@ -38,7 +38,7 @@ from benchmarks.gpu.setting import (
     take_gradients,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import fastest_by_turns, peak_bytes
+from benchmarks.measure import median_seconds_by_turns, peak_bytes
 
 ROUNDING_SLACK = 2.0
 _VOCABULARY_SIZE = 32_768  # the LM head has a check of its own
@@ -243,7 +243,9 @@ class Subject:
             for name, way in (("separate", None), ("shared", forced))
         }
         with _sharing_forced():
-            times = fastest_by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
+            times = median_seconds_by_turns(
+                self.setting.device, ways, 3 if self.setting.full else 1
+            )
             peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
         figure = "; ".join(f"{name} {times[name]:.3g} s, {peaks[name]:.2g} GiB" for name in ways)
         if self.setting.on_gpu:

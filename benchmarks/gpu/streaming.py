@@ -46,14 +46,15 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
     peak = peak_bytes(setting.device, lambda: send_weights(policy, receiver))
     largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
-    # float32 weight, float32 product, their sum, and the copy that goes
+    # The layer's weight, the product B A and the scaled product, in float32. Beside them are the
+    # merged weight of the layer before, in float32, and the bfloat16 tensor of it that was sent.
     bound = (4 + 4 + 4 + 4 + 2) * largest
     yield at_most_line(
         "memory beside the policy",
         value=peak / GIB,
         bound=1.1 * bound / GIB,
         unit="GiB",
-        source="one tensor at a time, in float32",
+        source="one layer at a time, in float32",
     )
     spent = run_seconds(setting.device, lambda: send_weights(policy, receiver))
     size = sum(tensor.nbytes for tensor in receiver.values())

@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import (
     take_gradients,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import fastest_by_turns, peak_bytes
+from benchmarks.measure import median_seconds_by_turns, peak_bytes
 
 ROUNDING_SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
@@ -110,7 +110,7 @@ def _image(
         label: partial(_features_and_gradients, tower, pixels, grids, batched=on)
         for label, on in (("loop", False), ("batched", True))
     }
-    times = fastest_by_turns(setting.device, ways, 3 if setting.full else 1)
+    times = median_seconds_by_turns(setting.device, ways, 3 if setting.full else 1)
     if not setting.on_gpu:
         yield skipped_line(
             f"{name}: both ways",
