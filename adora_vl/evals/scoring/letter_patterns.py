@@ -80,11 +80,7 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
     bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
     # In brackets, and at the end of the text, a letter may have any case. Elsewhere it is a capital
     # that begins no word.
-    letter = (
-        rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"
-        rf"|$))|({capital})(?![A-Za-z0-9_'’])"
-        rf"|({any_case})(?=[.!]?\s*$))"
-    )
+    letter = rf"(?:{bracketed}|({capital})(?![A-Za-z0-9_'’])|({any_case})(?=[.!]?\s*$))"
     clause_end = (
         r"(?=\s*(?:[.,:;)!）、。，：で]|\n|$)|\s+(?:is (?:the "
         r")?(?:correct|right|answer)|because|since)\b)"
