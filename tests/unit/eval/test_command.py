@@ -24,6 +24,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
+from adora_vl.utils import launch
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main, parse_command
@@ -208,11 +209,11 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
             assert not (folder / "out").exists()
 
 
-def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, capsys):
+def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, capsys, monkeypatch):
     """A model that vLLM would run otherwise than Transformers is refused with `--engine vllm`.
 
     Without its key, vLLM would place the images of `qwen3_vl` otherwise. The layers of `qwen3_5`
-    with linear attention it would compute in 16 bits on a CPU.
+    with linear attention it would compute in 16 bits on a CPU, and in float32 on a GPU.
     """
     missing_key = "has no mrope_interleaved in the rope_parameters"
     for kind, reason in (
@@ -222,6 +223,9 @@ def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, caps
         with case_folder(kind) as folder:
             model = folder / "model"
             build_tiny_model(model, WarmStart(steps=0), kind)
+            monkeypatch.setattr(launch, "has_vllm_cpu_build", lambda: False)
+            ChatProcessor(str(model)).check_vllm(str(model), "auto")
+            monkeypatch.setattr(launch, "has_vllm_cpu_build", lambda: True)
             if kind == "qwen3_vl":
                 config = json.loads((model / "config.json").read_text())
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]

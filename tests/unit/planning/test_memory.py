@@ -462,8 +462,8 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
             assert largest_batch(setup, 20 * GIB) == 0
 
 
-@given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
-def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
+@given(group_size=st.integers(2, 16), groups=st.integers(1, 20))
+def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group_size, groups):
     """An advised batch has whole groups, or is a part of one that divides it evenly.
 
     Otherwise a group would be computed in more parts: one of 8 in batches of 7 has 8 parts.
@@ -473,14 +473,14 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
         shape,
         Sharding(),
         PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
-        group * groups,
-        group_size=group,
+        group_size * groups,
+        group_size=group_size,
     )
     sizes = batch_sizes(setup)
-    assert {1, group, group * groups} <= set(sizes)
+    assert {1, group_size, group_size * groups} <= set(sizes)
     for size in sizes:
-        assert subgroup_size(size, group) == min(size, group)
-        assert (group * groups) % size == 0
+        assert subgroup_size(size, group_size) == min(size, group_size)
+        assert (group_size * groups) % size == 0
 
 
 def test_the_batches_of_a_huge_generation_are_listed_at_once():

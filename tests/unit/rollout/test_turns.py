@@ -77,7 +77,7 @@ class ToolRequest(NamedTuple):
     """What `FakeTools` got for a turn that called them."""
 
     text: str  # of the turn
-    image_count: int
+    image_sizes: list[tuple[int, int]]  # width and height
     seed: str
     is_last: bool  # whether no further turn of the rollout is answered
 
@@ -93,7 +93,8 @@ class FakeTools:
         self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
         """Record the request, and return the texts and pictures with a call of `zoom`."""
-        self.requests.append(ToolRequest(text, len(images), seed, is_last))
+        image_sizes = [image.size for image in images]
+        self.requests.append(ToolRequest(text, image_sizes, seed, is_last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
@@ -311,17 +312,25 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
 def test_tools_get_the_text_of_the_turn_all_images_and_a_seed_of_its_own():
     """A request to tools has the text of the last turn alone, and a seed with the turn's number.
 
-    At most two turns are answered, so the second request is the last one. The second rollout is
-    made of the first one's segments without its picture, so both requests have the prompt's image.
+    It has the prompt's image, of 28 x 28 pixels, and then the pictures of earlier answers, here one
+    of 56 x 28. At most two turns are answered, so the second request is the last one.
     """
-    tools = FakeTools("", Image.new("RGB", (28, 28)))
-    first = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
-    answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL + TURN_WITH_CALL, *first.segments))
+    tools = FakeTools("", Image.new("RGB", (56, 28)))
+    answered = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
+    second_turn = rollout_with_turn(TURN_WITH_CALL + TURN_WITH_CALL, *answered.segments)
+    answer_last_turn(tools, replace(second_turn, pictures=answered.pictures))
     first_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL), END])
     second_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL + TURN_WITH_CALL), END])
     assert tools.requests == [
-        ToolRequest(first_text, image_count=1, seed="7/train/3/0/1/0/0", is_last=False),
-        ToolRequest(second_text, image_count=1, seed="7/train/3/0/1/0/1", is_last=True),
+        ToolRequest(
+            text=first_text, image_sizes=[(28, 28)], seed="7/train/3/0/1/0/0", is_last=False
+        ),
+        ToolRequest(
+            text=second_text,
+            image_sizes=[(28, 28), (56, 28)],
+            seed="7/train/3/0/1/0/1",
+            is_last=True,
+        ),
     ]
 
 

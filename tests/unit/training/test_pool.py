@@ -1011,9 +1011,9 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     ]
     expected_budgets = []
     for step in range(20):
-        prompt_length_cache = lengths[max(0, step - 4) : step]  # of the last four generations
+        recent_lengths = lengths[max(0, step - 4) : step]  # of the last four generations
         # An answer may take five generations: the first, and four by the default of `staleness`.
-        budget = automatic_budget(prompt_length_cache, min_budget=MAX_TOKENS // 5)
+        budget = automatic_budget(recent_lengths, min_budget=MAX_TOKENS // 5)
         expected_budgets.append(budget or MAX_TOKENS)
     assert budgets == expected_budgets
     assert budgets[0] == MAX_TOKENS, "no lengths are known yet"
