@@ -206,7 +206,7 @@ class StepParts:
 
     @cached_property
     def generation_logps(self) -> GenerationLogps:
-        """Computes old and reference log-probabilities, and compares the engine's with the policy's.
+        """Computes old and reference log-probabilities; compares the engine's with the policy's.
 
         The loss needs the log-probabilities of the old policy, which has sampled the rollouts, and
         with a KL term those of the reference model.
@@ -250,7 +250,10 @@ class StepParts:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Gathers rewards, lengths and other facts of all ranks' rollouts, after `reward_functions`."""
+        """Gathers rewards, lengths and other facts of all ranks' rollouts.
+
+        It works after `reward_functions`.
+        """
         return Scorer(
             self.context,
             guard=self._reward_guard,
@@ -340,7 +343,7 @@ class StepParts:
 
     @cached_property
     def recomputed_layers(self) -> RecomputedLayers:
-        """Decides in how many layers gradient checkpointing is on, by the free memory of the GPU."""
+        """Decides in how many layers gradient checkpointing is on, by the GPU's free memory."""
         device = self.context.accelerator.device
         return RecomputedLayers(
             self.context,
@@ -474,7 +477,7 @@ class StepParts:
         return partial(self._trainer._tokenizer.decode, skip_special_tokens=True)
 
     def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
-        """Return the token ids of one turn for each prompt, sampled by the policy without an engine.
+        """Return the token ids of a turn for each prompt, sampled by the policy without an engine.
 
         It differs from stock TRL in two points:
 

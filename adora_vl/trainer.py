@@ -1,8 +1,8 @@
 """One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
 can be trusted.
 
-    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches,
-                      and compute old log-probabilities for micro-batches of later weight updates
+    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into
+                      micro-batches, compute old log-probabilities for those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
 The objects that work in a step are `self.parts`, a `StepParts` of `parts.py`; this file has the

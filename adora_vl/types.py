@@ -107,7 +107,7 @@ class RowsOnCpu:
         completion_mask: Tensor,
         columns: Mapping[str, Any],
     ) -> RowsOnCpu:
-        """Copy what a pass has to know of a batch's rows to the CPU, with a single wait for the GPU.
+        """Copy what a pass has to know of a batch's rows to the CPU with a single wait for the GPU.
 
         Args:
             prompt_ids: (B, P).

@@ -103,7 +103,7 @@ class Adora(Method):
     )
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for options that contradict each other, or lie outside of their bounds.
+        """Raise `ValueError` for options that contradict each other or lie outside of their bounds.
 
         `factor` and `tau` may be schedules, whose values are all checked.
         """

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of callbacks: their states, how the training ends, the end of an epoch."""
+"""What a checkpoint knows of callbacks: their states, how training ends, the end of an epoch."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -295,7 +295,10 @@ def _read_written_record(folder: Path) -> dict[str, Any]:
 
 
 def read_run_manifest(folder: Path) -> dict[str, Any]:
-    """Return the `manifest.json` that a run wrote into its folder when it began; empty without one."""
+    """Return the `manifest.json` that a run wrote into its folder when it began.
+
+    It is empty where there is none, or where another program wrote the file.
+    """
     manifest = read_json_object(folder / MANIFEST_FILE)
     return manifest if manifest.items() >= MADE_BY.items() else {}
 

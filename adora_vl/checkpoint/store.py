@@ -144,7 +144,10 @@ def describe_checkpoint_damage(checkpoint: Path) -> str | None:
 
 
 def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a whole checkpoint: metadata of the run, and the hash and size of its files."""
+    """Return the manifest of a whole checkpoint.
+
+    It has metadata of the run, and the hash and size of each file of the checkpoint.
+    """
     manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST_FILE).read_text())
     return manifest
 

@@ -1,4 +1,4 @@
-"""The prompts that a model was trained with, and what ended its answers; its evaluation asks so too.
+"""The prompts that a model was trained with, and what ended its answers; evaluation uses the same.
 
 A run's `manifest.json` has them with the whole config. What is exported from a run takes them along
 in a file of its own.

@@ -164,7 +164,8 @@ def expect_universal_checkpoint(trainer: Trainer) -> None:
     trainer.add_callback(_RestoreParameterGroups())
 
 
-class _RestoreParameterGroups(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+# Transformers is untyped to mypy.
+class _RestoreParameterGroups(TrainerCallback):  # type: ignore[misc]
     """Corrects two faults of DeepSpeed 0.19 when ZeRO-3 loads a universal checkpoint.
 
     Every group of parameters gets the first group's weight decay, so norms and biases would decay

@@ -120,7 +120,8 @@ def commit_of(name: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi
 
-    hub_unavailable_reason()  # without a network the library would try for minutes, unless it is told so
+    # Without a network the library would try for minutes, unless it is told so.
+    hub_unavailable_reason()
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 

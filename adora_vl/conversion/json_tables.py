@@ -1,4 +1,4 @@
-"""Opens tables of JSON: one object a line, one list of objects, or one object that holds the rows."""
+"""Opens tables of JSON: an object a line, a list of objects, or one object that holds the rows."""
 
 import codecs
 import json

@@ -1,4 +1,4 @@
-"""Finds the tables of a user's data, alone or in folders, and reads their records split by split."""
+"""Finds tables of a user's data, alone or in folders, and reads their records split by split."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Pictures: decoded, turned upright, brought within the pixel budget, and known by what they show."""
+"""Pictures: decoded, turned upright, fitted to the pixel budget, and known by what they show."""
 
 import hashlib
 import io

@@ -138,7 +138,7 @@ class Template:
         return self(row) == problem
 
     def __call__(self, row: Mapping[str, Any]) -> str:
-        """Return the text for a row, without the lines whose columns are all null or empty lists."""
+        """Return the text for a row without the lines whose columns are all null or empty lists."""
         choices = row.get(_CHOICES_COLUMN)
         values = {**row, _CHOICES_COLUMN: choices, _CHOICE_BLOCK_NAME: multiple_choice(choices)}
         lines = []

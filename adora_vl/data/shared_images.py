@@ -73,7 +73,7 @@ def _make_plain_image(image: Image.Image) -> None:
 
 
 def copy_on_write(image: Image.Image) -> Image.Image:
-    """Return a copy of a picture for a user's code, such as a reward function, which may draw on it.
+    """Return a copy of a picture for a user's code, such as a reward function, that may draw on it.
 
     The pixels are copied at their first use. Most such functions never look at pictures, and they
     get the same one with every rollout of a group.

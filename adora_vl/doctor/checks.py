@@ -225,7 +225,9 @@ def driver_version() -> str | None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+        answer = subprocess.run(  # noqa: S603
+            query, capture_output=True, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     # a line for each GPU
@@ -355,7 +357,7 @@ def check_optional_libraries(
 
 
 def check_four_bit() -> Check:
-    """Check that a layer with 4-bit weights computes nearly what the same weights in bfloat16 compute.
+    """Check that a layer with 4-bit weights computes nearly the same as those weights in bfloat16.
 
     The check runs on a GPU if there is one, and else on the CPU.
     """

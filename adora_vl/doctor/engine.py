@@ -63,9 +63,10 @@ NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def check_features(prompts: Prompts, image_token_id: int | None, merge_size: int) -> Check:
-    """Check that each prompt has as many image tokens as the vision tower makes features of its images.
+    """Check that each prompt has as many image tokens as its images have features.
 
-    For example, an image of 1 x 16 x 24 patches with `merge_size` 2 has 16 * 24 / 4 = 96 features.
+    The vision tower makes the features. For example, an image of 1 x 16 x 24 patches with
+    `merge_size` 2 has 16 * 24 / 4 = 96 features.
 
     Args:
         prompts: Tokenized prompts with the processor's fields for their images.
@@ -377,14 +378,16 @@ def _run_group(group: _CheckGroup) -> list[Check]:
         return [failure, *(skipped(name, "it stopped before") for name in remaining_names)]
 
 
-class ExaminationFinished(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
+# It is no error: it ends a training that was never meant to begin.
+class ExaminationFinished(Exception):  # noqa: N818
     """Raised when the examination is over."""
 
 
-class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Compares engine and trainer when a training begins, and ends it by raising `ExaminationFinished`.
+# Transformers is untyped to mypy.
+class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]
+    """Compares engine and trainer when a training begins, and ends the training.
 
-    The results are then in `checks`.
+    It raises `ExaminationFinished` to end it. The results are then in `checks`.
     """
 
     def __init__(self, engine_and_policy: EngineAndPolicy, models: ModelsByRole, rows: int) -> None:

@@ -81,7 +81,8 @@ def options_from(options_class: type[Options], source: object, **overrides: Any)
         overrides: Values of fields, in place of those of the source.
     """
     values: dict[str, Any] = {}
-    for option_field in fields(options_class):  # type: ignore[arg-type]  # a dataclass, which no type says
+    # `options_class` is a dataclass, which no type says.
+    for option_field in fields(options_class):  # type: ignore[arg-type]
         if hasattr(source, option_field.name):
             values[option_field.name] = getattr(source, option_field.name)
     return options_class(**{**values, **overrides})

@@ -110,7 +110,7 @@ class CheckedFigure:
         return np.asarray(directions[rank:])
 
     def _goal_names(self) -> set[str]:
-        """Return the signatures of what is asked for, also under another name that a fact gives it."""
+        """Return the signatures of what is asked for, also under other names that facts give it."""
         goal = self.reading.goal
         if goal is None:
             return set()

@@ -443,7 +443,7 @@ class _ClaimReader:
         return word in ("to", "out", "of", "by")
 
     def _skip_equality(self, position: int) -> int | None:
-        """Return the position behind `=`, "is" or "measures"; None where none of them stands here."""
+        """Return the position behind `=`, "is" or "measures"; None where none of them is here."""
         # `=` may stand on the next line, a word may not.
         cursor = position
         while self.sides.token_at(cursor).kind == "line":
@@ -584,7 +584,7 @@ class _ClaimReader:
         yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
     def _is_name(self, token: ResponseToken) -> bool:
-        """Tell whether a token names something of a figure: points, a letter, an angle or an arc."""
+        """Tell whether a token names a part of a figure: points, a letter, an angle or an arc."""
         if token.kind == "points" or token.text in ("angle", "arc"):
             return True
         return re.fullmatch("[a-z]", token.text) is not None

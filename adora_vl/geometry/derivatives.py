@@ -13,7 +13,7 @@ from adora_vl.geometry.quantities import Arithmetic, Function, sign_of_power
 
 
 class Differentiated(NamedTuple):
-    """The value of a quantity, and its derivatives by all unknowns of a figure, shape (unknowns,)."""
+    """The value of a quantity, and its derivatives by all unknowns of a figure, (unknowns,)."""
 
     value: float
     slope: Vector

@@ -1,4 +1,4 @@
-"""A logic form while its sentences are read: its facts so far, and what later sentences refer to."""
+"""A logic form while its sentences are read: its facts so far and what later sentences refer to."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Draft:
         return make_term("Circle", centre)
 
     def put_on_circle(self, point: str, centre: str | None) -> None:
-        """Add the fact that a point lies on a circle, once. Without a centre it is the only circle."""
+        """Add that a point lies on a circle, once. Without a centre it is the only circle."""
         name = self.name_circle(centre).names[0]
         if point not in self.circles[name]:
             self.circles[name].append(point)
@@ -155,7 +155,7 @@ class Draft:
         self.draw_line(point, end)
 
     def add_equation(self, measure: Term, size: Term) -> None:
-        """Add an equation of two terms. A measure stands on its left, as everywhere in logic forms."""
+        """Add an equation of two terms. A measure stands on its left, as in all logic forms."""
         if size.arguments and not measure.arguments:
             measure, size = size, measure
         self.facts.append(make_term("Equals", measure, size))

@@ -210,7 +210,7 @@ class DrawnLines(DrawnPoints):
         return rays
 
     def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
-        """Tell whether two points beside a corner lie on two different lines with further points."""
+        """Tell whether two points beside a corner lie on different lines with further points."""
         long_rows = [row for row in self.drawn_lines if corner in row and len(row) > 2]
         lines = [[row for row in long_rows if name in row] for name in names]
         return all(lines) and not any(row in lines[1] for row in lines[0])

@@ -64,7 +64,7 @@ class Term:
 
 
 def parse_term(text: str, depth: int = 0) -> Term | None:
-    """Read a logic form; None where its brackets do not close, or are nested over `MAX_DEPTH` deep."""
+    """Read a logic form; None where its brackets do not close, or nest deeper than `MAX_DEPTH`."""
     text = text.strip()
     head, bracket, rest = text.partition("(")
     if not bracket or not _HEAD_PATTERN.fullmatch(head):
@@ -225,7 +225,7 @@ def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
 
 
 def form_as_record(form: LogicForm) -> dict[str, object]:
-    """Return the form as plain lists and texts for JSON, which `read_form_from_record` reads back."""
+    """Return the form as plain lists and texts for JSON; `read_form_from_record` reads it back."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),

@@ -67,7 +67,7 @@ def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
 
 
 def two_midpoints(draft: Draft, first: str, second: str, a: str, b: str, c: str, d: str) -> None:
-    """Add that two points are the midpoints of two segments: "M and N are midpoints of AB and CD"."""
+    """Add that two points are midpoints of two segments: "M and N are midpoints of AB and CD"."""
     midpoint(draft, point=first, start=a, end=b)
     midpoint(draft, point=second, start=c, end=d)
 

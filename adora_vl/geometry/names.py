@@ -58,7 +58,7 @@ class NameReader:
         self.hidden: set[str] = set()
 
     def token_at(self, position: int) -> ResponseToken:
-        """Return the token at a position; outside of the response it is an empty one of kind `end`."""
+        """Return the token at a position; outside of the response an empty one of kind `end`."""
         return self.tokens[position] if 0 <= position < len(self.tokens) else _END_TOKEN
 
     def word_at(self, position: int) -> str:
@@ -103,7 +103,7 @@ class NameReader:
         return self.reading.measures.distance(names[0], names[1]), cursor
 
     def enclosed(self, start: int) -> tuple[Quantity, int] | None:
-        """Read the length `|AB|` or the area `[ABC]`; None for anything else in bars or brackets."""
+        """Read a length `|AB|` or an area `[ABC]`; None for anything else in bars or brackets."""
         measures = self.reading.measures
         is_area = self.token_at(start).text == "["
         if self.token_at(start + 1).kind != "points":

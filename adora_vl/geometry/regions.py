@@ -35,7 +35,7 @@ class Regions(DrawnLines):
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, as points around them against the clock."""
+        """The inner regions that drawn lines enclose, as points around them against the clock."""
         visited: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):

@@ -39,7 +39,7 @@ def same_length(measures: Measures, first: Sequence[str], second: Sequence[str])
 
 
 def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Say that two angles are equal; each is named by three points with the corner in the middle."""
+    """Say that two angles are equal, each named by three points with the corner in the middle."""
     return Equal(
         left=measures.angle_between(*first), right=measures.angle_between(*second), unit="degrees"
     )

@@ -239,7 +239,7 @@ def _note_descriptions(draft: Draft, side: str) -> str:
     | a side | what is left | what is noted |
     |---|---|---|
     | `diameter AB` | `AB` | AB is a diameter |
-    | `perimeter equilateral triangle ABC` | `perimeter triangle ABC` | the triangle is equilateral |
+    | `perimeter equilateral triangle ABC` | `perimeter triangle ABC` | ABC is equilateral |
     | `central angle AOB` | `angle AOB` | A and B lie on the circle O |
     | `arc AB circle O` | `arc AB` | A and B lie on the circle O |
     | `exterior angle at C triangle ABC` | `exterior angle C` | ABC is a triangle |

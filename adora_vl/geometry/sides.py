@@ -213,7 +213,7 @@ class SideReader(NameReader):
                 return quantity, cursor
 
     def _read_worded_factor(self, start: int) -> _WordedFactor | None:
-        """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
+        """Read a factor in words: "twice", "three times", "one-third of"; None without one."""
         word = self.word_at(start)
         next_word = self.word_at(start + 1)
         if word in _MULTIPLE_BY_WORD:
@@ -291,7 +291,7 @@ class SideReader(NameReader):
                 return position
 
     def _is_no_unit(self, position: int) -> bool:
-        """Tell whether a unit's word is no unit here: a letter of the problem, or "in the figure"."""
+        """Tell whether a unit's word is no unit here: a letter of the problem, or "in a figure"."""
         token = self.token_at(position)
         is_letter = token.text in self.unknowns and len(token.text) == 1
         return is_letter or (

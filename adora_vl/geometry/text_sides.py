@@ -1,4 +1,4 @@
-"""The sides of an equation in a sentence: `2x + 1`, `AB * BC / 2`, `area of triangle ABC`, `sin A`."""
+"""Sides of an equation in a sentence: `2x + 1`, `AB * BC / 2`, `area of triangle ABC`, `sin A`."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _SideParser:
         return side
 
     def product(self) -> Term:
-        """Parse powers with times, divided by or nothing between them: `2 AB` is a product as well."""
+        """Parse powers with times, divided by or nothing between them: `2 AB` is a product too."""
         side = self.power()
         while True:
             sign = self.peek()
@@ -329,7 +329,7 @@ def _read_scale_factor(draft: Draft, text: str) -> Term:
 
 
 def _read_segment(draft: Draft, text: str) -> Term:
-    """Read the length of a segment, which is drawn. Raises `SentenceError` where both ends are one."""
+    """Draw a segment, and read its length. Raises `SentenceError` where both ends are one."""
     start, end = split_point_names(text)
     if start == end:
         raise SentenceError(f"{text} is no segment; it begins where it ends")

@@ -171,7 +171,7 @@ def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a side is the hypotenuse, as `IsHypotenuseOf(Line(A, B), Triangle(A, B, C))` does."""
+    """Say that a side is a hypotenuse, as `IsHypotenuseOf(Line(A, B), Triangle(A, B, C))` does."""
     yield from opposite_right_angle(
         term.arguments[0].names, measures.drawing.corners_of_shape(term.arguments[1])
     )

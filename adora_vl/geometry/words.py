@@ -1,4 +1,4 @@
-"""Facts in short words, as the text form writes them: `AB = 5`, `angle ABC = 40`, `AB parallel CD`."""
+"""Facts in short words, as the text form has them: `AB = 5`, `angle ABC = 40`, `AB parallel CD`."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Migration:
             self.remarks.append(text)
 
     def resolve_path(self, name: object) -> str:
-        """Return the path of a file or folder that a config names; the name itself where none exists.
+        """Return the path of a file or folder that a config names; the name itself if none exists.
 
         Scripts name files from the top of their repository, so the folders above the script are
         looked through too.

@@ -346,7 +346,7 @@ def parse_launcher_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _parse_number(text: object) -> Any:
-    """Return an entry of a list as a number where its text is one, as in `--reward_weights 1.0 0.1`.
+    """Return an entry of a list as a number if its text is one, as in `--reward_weights 1.0 0.1`.
 
     Any other text stays as it is: `true` or `null` in a list are words.
     """

@@ -181,7 +181,7 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
 
 
 def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) -> None:
-    """Raise `UserError` for a user's LoRA key that differs from the adapter that is trained further.
+    """Raise `UserError` where a user's LoRA key differs from the adapter that is trained further.
 
     Args:
         adapter: the adapter, which keeps its settings.
@@ -309,7 +309,7 @@ def _is_to_four_bit(conversion: object) -> bool:
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
-    """Return a `PeftModel` that trains the first of `adapters`, with the others merged into its base.
+    """Return a `PeftModel` that trains the first adapter, with the others merged into its base.
 
     The trained adapter has initial weights until `load_adapter_weights` loads its own.
 

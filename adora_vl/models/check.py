@@ -94,7 +94,7 @@ def check_family(
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Return whether rounding would swallow nearly every update of the weights (`LOST_UPDATES_WARNING`).
+    """Return whether rounding would swallow nearly all updates of weights (`LOST_UPDATES_WARNING`).
 
     It does so if the weights are in 16 bits. It does not if LoRA is trained, whose own weights are
     float32, or if DeepSpeed keeps a float32 copy. `deepspeed`: whether the run uses DeepSpeed.

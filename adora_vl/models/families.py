@@ -140,7 +140,7 @@ def position_fault_in_vllm(config: PreTrainedConfig) -> str:
 
 
 def has_linear_attention(config: PreTrainedConfig) -> bool:
-    """Return whether some layers have linear attention, which carries a state along the sequence."""
+    """Return whether some layers have linear attention, which carries a state along a sequence."""
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return "linear_attention" in layer_types
 

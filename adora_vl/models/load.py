@@ -65,7 +65,7 @@ def resolve_model_name(name: str) -> str:
 
     In the order of the code:
 
-        `tiny`, `tiny_text`, ...                    its folder; a missing one is built (some minutes)
+        `tiny`, `tiny_text`, ...                    its folder, built in some minutes if missing
         output_dir of a run with LoRA, such as RUN  the merged model in it, RUN/merged
         anything else                               `name` itself
 
@@ -350,7 +350,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
 
 def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
-    """Return the limits of an image processor, such as `{"min_pixels": 3136, "max_pixels": 12845056}`.
+    """Return an image processor's limits, such as `{"min_pixels": 3136, "max_pixels": 12845056}`.
 
     The result is None without an image processor, and for one that does not limit pixels.
     """

@@ -104,7 +104,9 @@ CAST_REMEDY = (
 
 
 def describe_wrong_buffers_by_role(models: ModelsByRole) -> list[str]:
-    """Return the lines of `describe_wrong_buffers` for several models, each with the model's role in front.
+    """Return the lines of `describe_wrong_buffers` for several models.
+
+    Each line begins with the role of its model.
 
     `models`: by their role, such as `policy`; None for a role without a model.
     """

@@ -1,1 +1,1 @@
-"""What a training step computes once instead of once per rollout: images, vision passes, prompts."""
+"""What a training step computes once, and not once per rollout: images, vision passes, prompts."""

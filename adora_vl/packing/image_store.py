@@ -347,7 +347,7 @@ class ImageBank:
         return self._images[image_id]
 
     def _numbers_of_image(self, image_id: int) -> Tensor:
-        """Return the numbers of the patches of the image whose first patch is `image_id`, (R, 1)."""
+        """Return the patch numbers of the image whose first patch is `image_id`, (R, 1)."""
         patch_count = len(self._images[image_id].patches)
         return torch.arange(image_id, image_id + patch_count)[:, None]
 

@@ -135,7 +135,7 @@ class PackedForward:
         compute_padded: Callable[[int, dict[str, Any]], PassResult],
         check_only: bool = False,
     ) -> PassResult | None:
-        """Compute log-probabilities and entropies from packed rows, if that is less work than padded.
+        """Compute log-probabilities and entropies of packed rows if that is less work than padded.
 
         The first call of a run also compares packed and padded rows (`_check`).
 

@@ -1,4 +1,4 @@
-"""What makes two forward passes over the same tokens differ: the rounding of a dtype, and dropout."""
+"""What makes two forward passes over the same tokens differ: rounding of a dtype, and dropout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -74,7 +74,11 @@ def generation_logps(
         rows_per_pass: rows of one forward pass.
         pixels: used in place of the batch's pixels; None for the batch's own.
     """
-    columns = {name: batch[name] for name in _INPUT_COLUMNS if name in batch}  # type: ignore[literal-required]
+    columns = {
+        name: batch[name]  # type: ignore[literal-required]
+        for name in _INPUT_COLUMNS
+        if name in batch
+    }
     if pixels is not None:
         columns["pixel_values"] = pixels
     with torch.no_grad():

@@ -205,7 +205,7 @@ class PackedLayout:
 
     @cached_property
     def key_positions_K(self) -> Tensor:
-        """The position in the sequence of each key of each span, (K,), computed once for all layers.
+        """The positions in the sequence of each span's keys, (K,), computed once for all layers.
 
         The prompt's positions come once with the longest rollout, and once more before each other
         rollout. They are 0 1 2 3 4 and 0 1 2 5 in the example above.

@@ -184,7 +184,9 @@ def _implementation_function(
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return Transformers' function of this name, for the model that `module` is a part of."""
     if implementation == "eager":  # not in the interface: each model's file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+        return (  # type: ignore[no-any-return]
+            sys.modules[type(module).__module__].eager_attention_forward
+        )
     return ALL_ATTENTION_FUNCTIONS[implementation]  # type: ignore[no-any-return]
 
 

@@ -62,7 +62,7 @@ class VarlenAttention:
         return not self.disabled_reason
 
     def _probe(self, query: Tensor, key: Tensor) -> None:
-        """Compare the kernel with plain attention in float32, and set `disabled_reason` if they differ.
+        """Compare the kernel with plain attention in float32; set `disabled_reason` if they differ.
 
         It is also set, with a warning, where the kernel raises an error. `query` and `key` give the
         device, the dtype, and the number and size of heads; their values are not used.
@@ -130,7 +130,7 @@ def attend_spans(
 
 
 def keys_of_spans(tensor: Tensor, layout: PackedLayout) -> Tensor:
-    """Copy keys or values, (1, Hk, S, D), into the order in which the spans see them, (1, Hk, K, D).
+    """Copy keys or values, (1, Hk, S, D), into the order in which spans see them, (1, Hk, K, D).
 
     The keys of the spans stand one behind the other (`attend_spans` says what a span is). For
     example, p0 p1 a0 a1 b0 becomes p0 p1 a0 a1 p0 p1 b0.

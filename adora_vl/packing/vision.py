@@ -296,7 +296,7 @@ def split_into_passes(
 
 
 def _max_over_ranks(passes: int, device: torch.device) -> int:
-    """Return how many passes of the vision tower every rank makes: the most of any rank. Collective.
+    """Return how many passes of the vision tower each rank makes: the most of any rank. Collective.
 
     A rank that made fewer would leave the others waiting. For example, ranks that need 2, 0 and 3
     passes all make 3. The result is at least 1.

@@ -1,4 +1,4 @@
-"""Checks of what turns a row into a prompt: processor, tools, system prompt, and limits on lengths."""
+"""Checks of what turns a row into a prompt: processor, tools, system prompt and length limits."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class ResolvedRun:
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt of the run's prompts, with a description of the tools; None without one.
+        """The run's system prompt, with a description of the tools; None without one.
 
         For a command it is the text of the key. For Python code it is the system message of the
         first row.

@@ -244,6 +244,6 @@ def _markdown_table(entries: Sequence[tuple[str, Any]]) -> str:
 
 
 def _markdown_cell(value: object) -> str:
-    """Return a value as text for a cell of a table in Markdown, where | and line ends have a meaning."""
+    """Return a value as text for a table cell in Markdown, where | and line ends have a meaning."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -84,7 +84,7 @@ def shortest_program_path(program: str) -> str:
 
 
 def _accelerate_words(command_line_file: Path) -> list[str] | None:
-    """Return the words of a process's command from `accelerate launch` on; None for another command.
+    """Return the words of a process's command from `accelerate launch` on; None for any other.
 
     For example, `/usr/bin/python /usr/bin/accelerate launch -m adora_vl.train` gives the words
     `accelerate launch -m adora_vl.train`.
@@ -167,7 +167,7 @@ def recorded_adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adora_title(config: Mapping[str, Any]) -> str:
-    """Return ADORA's mode and factor as `describe_recipe` writes them; empty where its mode is `off`.
+    """Return ADORA's mode and factor as `describe_recipe` writes them; empty if its mode is `off`.
 
     The options `assign` and `steps` follow if they differ from their defaults, such as in `ADORA
     attenuation, factor 0.1, steps [0, 50]`. If the user has set no option, the title is `ADORA`.
@@ -398,7 +398,7 @@ def time_now() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, of the installed packages that matter, and of CUDA, by name."""
+    """Return the versions of Python, of installed packages that matter, and of CUDA, by name."""
     version_by_name = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
         version = installed_version(package)
@@ -427,7 +427,9 @@ def git_commit() -> str | None:
     def git(*words: str) -> str:
         """Return what a git command prints; `SubprocessError` where it fails."""
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
+        result = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, check=True, timeout=10
+        )
         return result.stdout.strip()
 
     try:

@@ -176,7 +176,7 @@ def _line_key(line: MetricsLine) -> _LineKey:
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Writes every entry of the trainer's log to `metrics.jsonl` in `output_dir`, on the first rank."""
+    """Writes every entry of the trainer's log to `metrics.jsonl` in `output_dir`, on rank 0."""
 
     def on_train_begin(
         self,

@@ -1,4 +1,4 @@
-"""The logger of a generation: its metrics, TRL's table of completions, and the record of rollouts."""
+"""The logger of a generation: its metrics, TRL's table of completions, the record of rollouts."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class MicroBatchMeans:
 
     @contextmanager
     def combine_logged(self, micro_batch: Batch) -> Iterator[None]:
-        """Combine the metrics that the `with` block logs of a micro-batch with those of earlier ones.
+        """Combine metrics that the `with` block logs of a micro-batch with those of earlier ones.
 
         Inside the block TRL appends a value to each metric. After the block that value is taken out
         again, and `add` gets it with the number of its tokens or rollouts.

@@ -1,4 +1,7 @@
-"""The files of a run's record: Parquet tables in `output_dir/rollouts`, each with the rows of some steps."""
+"""The files of a run's record: Parquet tables in `output_dir/rollouts`.
+
+Each has the rows of some steps.
+"""
 
 import re
 import shutil

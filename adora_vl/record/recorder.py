@@ -102,7 +102,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         )
 
     def _rollout_numbers_of_rank(self, rank: int, count: int) -> list[int]:
-        """Return the numbers of the next `count` rollouts of a rank; every rank adds equally many."""
+        """Return the numbers of the next `count` rollouts of a rank; all ranks add equally many."""
         positions = range(self._rollout_count_in_step, self._rollout_count_in_step + count)
         return [position * self.accelerator.num_processes + rank for position in positions]
 
@@ -278,7 +278,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _dataset_values(self, row: Row) -> dict[str, Any]:
-        """Return the record's values of one rollout that come from its row of the dataset, by column.
+        """Return the record's values of a rollout that come from its row of the dataset, by column.
 
         A row without the column `problem` shows its prompt as text instead.
         """

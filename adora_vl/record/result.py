@@ -309,7 +309,10 @@ def _percent_text(value: float) -> str:
 
 
 def _share_change_text(change: Difference) -> str:
-    """Return a change of shares as text: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
+    """Return a change of shares as text.
+
+    For example, `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`.
+    """
     text = f"{_percent_text(change.first)} → {_percent_text(change.second)}"
     if change.low is None:
         return text
@@ -317,7 +320,10 @@ def _share_change_text(change: Difference) -> str:
 
 
 def _change_text(change: Difference) -> str:
-    """Return a change of a metric that is no share as text: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    """Return a change of a metric that is no share as text.
+
+    For example, `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`.
+    """
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_text(change)}"
 

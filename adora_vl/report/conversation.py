@@ -93,7 +93,7 @@ class TurnReader:
     def _relative_points(
         self, arguments: Json, picture: str, view: View
     ) -> list[tuple[float, float]]:
-        """Return the points that a call names, as x and y in shares of the picture's width and height.
+        """Return the points that a call names, x and y in shares of the picture's width and height.
 
         Args:
             arguments: the arguments of the call. Coordinates are in the units that the model sees.

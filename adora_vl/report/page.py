@@ -205,7 +205,7 @@ _SCRIPTS = (
 
 
 def _content_hash(text: str) -> str:
-    """Return the hash of an inline style or script as the page's content security policy names it."""
+    """Return an inline style's or script's hash as the page's content security policy names it."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

@@ -17,7 +17,7 @@ _SYMMETRIC_RELATION_PATTERN = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za
 
 
 def unify_figure_names(text: str) -> str:
-    r"""Return a canonical text with the names of its figures in one spelling, to be compared as text.
+    r"""Return a canonical text with its figures' names in one spelling, to be compared as text.
 
     `\overline{BA}` becomes `AB`. A relation of two figures has its sides in alphabetical order. A
     text with several relations stays as it is.
@@ -42,7 +42,7 @@ def unify_figure_names(text: str) -> str:
 
 
 def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of corresponding corners of two triangles, alike for either order of the two.
+    """Return pairs of corresponding corners of two triangles, alike for either order of the two.
 
     For example, "ABC" and "DEF" give [("A", "D"), ("B", "E"), ("C", "F")], and so do "DEF" and
     "ABC".

@@ -33,8 +33,8 @@ _SUBSCRIPT_DIGITS_PATTERN = re.compile("[₀-₉]+")
 def spell_in_ascii(text: str) -> str:
     r"""Return `text` with ASCII for full-width signs, and with English words for Chinese ones.
 
-    `（2，3）` becomes `(2, 3)`, and `3比4` becomes `3:4`. Between two values `or` and `and` replace the
-    Chinese words.
+    `（2，3）` becomes `(2, 3)`, and `3比4` becomes `3:4`. Between two values `or` and `and` replace
+    the Chinese words.
     """
     text = text.translate(_ASCII_BY_FULL_WIDTH_SIGN)
     text = _CIRCLED_NUMBERS_PATTERN.sub(

@@ -329,9 +329,7 @@ class _Parser:
         return self._primary()  # the group in braces, or the letter
 
     def _primary(self) -> ExpressionTree:
-        """Parse an operand: a group in brackets, a number, a fraction, a root, a function, pi, or an
-        unknown.
-        """
+        """Parse an operand: a group, a number, a fraction, a root, a function, pi or an unknown."""
         symbol = self.peek()
         if symbol in {"(", "{"}:
             return self._group(symbol)
@@ -397,7 +395,7 @@ class _Parser:
         return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> ExpressionTree:
-        r"""Parse what follows `\sqrt`: `{sum}` or `(sum)`, with a degree from 2 to 99 as `[3]{sum}`.
+        r"""Parse what follows `\sqrt`: `{sum}` or `(sum)`, with a degree of 2 to 99 as `[3]{sum}`.
 
         `\sqrt[3]{8}` gives `("root", 3, 8)`. Without a degree it is 2.
         """

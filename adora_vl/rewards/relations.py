@@ -59,7 +59,7 @@ class ChainedNumber(NamedTuple):
 
 
 def parse_chain(sides: Sequence[str]) -> Answer:
-    """Parse a chain of a name and equal numbers: `AB = 3 + 4 = 7` is the value 7 with the name `AB`.
+    """Parse a chain of a name and equal numbers: `AB = 3 + 4 = 7` is the value 7 named `AB`.
 
     `sides` are the texts between the equals signs, here `AB`, `3 + 4` and `7`. Raises
     `ParseError`: `chain_differs` for numbers that are not equal, `equation` for any other chain.

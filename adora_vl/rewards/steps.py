@@ -117,7 +117,7 @@ def check_claims(response: str, figure: str) -> ClaimCheck:
 
 
 def check_claims_if_possible(response: str, figure: str | None) -> ClaimCheck | None:
-    """Check the claims of a response like `check_claims`, but return None if new ones are impossible.
+    """Check a response's claims like `check_claims`, but return None if new ones are impossible.
 
     They are impossible where the row has no figure, and where the given values already say
     everything about the figure. Then no claim could be new, so that every right answer would count

@@ -305,7 +305,7 @@ class EngineProbe:
         ]
 
     def check_distant_agreement(self) -> Check:
-        """Check that engine and policy agree on tokens at about position 2,000, and return the check.
+        """Check that engine and policy agree on tokens near position 2,000, and return the check.
 
         If they agree at small positions, but not at large ones, their rotary frequencies differ.
         """
@@ -395,7 +395,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 def _refusal_message(failed_checks: list[Check]) -> str:
-    """Return the message that says why training does not start, and how to start it nevertheless."""
+    """Return the message that says why training does not start, and how to start it anyway."""
     lines = []
     for check in failed_checks:
         remedy = f"{check.remedy[0].upper()}{check.remedy[1:]}"

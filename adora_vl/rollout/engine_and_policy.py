@@ -105,7 +105,7 @@ class EngineAndPolicy:
         return Prompts(**vars(self.images.read(rows)), names=names)
 
     def sync_weights(self) -> None:
-        """Send the policy's weights to the engine, even if it has those of this step. Collective."""
+        """Send the policy's weights to the engine even if it has those of this step. Collective."""
         cast("VLLMSampler", self.sampler).sync_weights(force=True)
 
     def sample(

@@ -1,4 +1,4 @@
-"""Sends the policy's weights to vLLM: which tensors, and how they reach the engine or the servers."""
+"""Sends the policy's weights to vLLM: which tensors, and how they reach the engine or servers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -54,7 +54,7 @@ def jitter(rng: random.Random, point: Point, max_offset: float = 0.035) -> Point
 
 
 def label_inset(size: int) -> float:
-    """Return how far the centre of a label stays from an edge, as a fraction of the picture's side."""
+    """Return how far a label's centre stays from an edge, as a fraction of the picture's side."""
     return 0.65 * font_pixels(size) / size
 
 

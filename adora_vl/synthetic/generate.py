@@ -1,4 +1,4 @@
-"""Draws problems: families in turn, each diagram at most once, answers to choose from where asked."""
+"""Draws problems: families in turn, each diagram at most once, answers to choose from if asked."""
 
 import random
 import re

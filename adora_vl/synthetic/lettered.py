@@ -201,7 +201,7 @@ def inscribed_arc(
 
 
 def _circle_with_arc(rng: random.Random, arc: int) -> dict[str, Point]:
-    """Return the positions of points on a circle around O, with an arc of `arc` degrees from A to C.
+    """Return positions of points on a circle around O, with an arc of `arc` degrees from A to C.
 
     B lies in the middle of the rest of the circle. The whole circle has to fit into the picture, so
     its leftmost, rightmost, top and bottom points are returned too. Names of two characters, as

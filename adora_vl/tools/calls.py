@@ -191,7 +191,7 @@ def read_call(call_text: str) -> ToolCall:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    """Raise `ValueError` for `NaN` and infinities: JSON has none, but Python's reader takes them."""
+    """Raise `ValueError` for `NaN` and infinities, which JSON lacks but Python's reader takes."""
     raise ValueError(f"{word} is no number")
 
 

@@ -230,7 +230,7 @@ def calculate(expression: str) -> str:
 
 
 def _evaluate_as_answer(expression: str) -> NumberWithError:
-    r"""Return the value of an expression that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
+    r"""Return the value of an expression that no calculator reads, like `\frac{1}{2}` or `7 1/2`.
 
     It is read as the grader reads an answer. Raises `ValueError` if it has no value.
     """

@@ -135,7 +135,7 @@ class _NamedTool(NamedTuple):
 
 
 def _find_tool(entry: str | Callable[..., Any]) -> _NamedTool:
-    """Return the tool that an entry of the key `tools` names. Raises `UserError` if there is none."""
+    """Return the tool that an entry of the key `tools` names. Raises `UserError` without one."""
     if not isinstance(entry, str):
         name = function_name(entry)
         return _NamedTool(name, label=name, function=entry, hashes={name: source_hash(entry)})
@@ -181,7 +181,7 @@ class _CallOutcome:
 
 
 def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart]:
-    """Return the texts and pictures of an answer, with line breaks and picture numbers between them.
+    """Return an answer's texts and pictures with line breaks and picture numbers between them.
 
     The model names a picture by its number in later calls. For example, the text "sum" and a
     picture become "sum", "\\n", "Picture 2: " and the picture, if `first` is 2.

@@ -283,7 +283,7 @@ class BatchBuilder:
     def _image_fields(
         self, prompts: PromptBatch, completion_ids_BC: Tensor, image_id: int | None
     ) -> dict[str, Any]:
-        """Return the processor's outputs for images, such as `pixel_values`, as columns of the batch.
+        """Return the processor's outputs for images, such as `pixel_values`, as columns of a batch.
 
         `token_type_ids` and `mm_token_type_ids` have a type for each token of the prompts, and are
         extended to the completions, (B, P + C). The second is 1 at image tokens: with the image

@@ -38,7 +38,7 @@ class RowReader:
         self._split = _split_images(batch)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """Return a batch of the rows with these indices. Columns that are scalars stay as they are."""
+        """Return a batch of the rows with these indices. Scalar columns stay as they are."""
         return _join_images(_take_rows(self._split, rows))
 
     def pack(self, rows: Sequence[int], image_banks: ImageBanks) -> PackedRows:
@@ -158,7 +158,7 @@ def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
 
 
 class UsedColumns(NamedTuple):
-    """The token columns that at least one of some rows uses. The other columns are padding alone."""
+    """The token columns that at least one of some rows uses. The others are padding alone."""
 
     first_of_prompts: int  # the first used column of prompts, which are padded on the left
     completion_columns: (
@@ -285,7 +285,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
 def chosen_groups(
     batch: Batch, refill_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
 ) -> Batch:
-    """Return a batch of the chosen groups of a batch and its refill, padded to the wider of the two.
+    """Return a batch of chosen groups of a batch and its refill, padded to the wider of the two.
 
     For example, the batch has the groups 0 and 1 of two rows, and the refill has 2 and 3. The
     groups 1 and 2 are then the last two rows of the batch, and the first two of the refill.

@@ -38,7 +38,7 @@ class Extension:
     changes_images: ClassVar[bool] = False
 
     def check(self, keys: AdoraGRPOConfig) -> None:
-        """Raise `ValueError` for keys of the run that do not fit; its text begins with the option."""
+        """Raise `ValueError` for keys of a run that do not fit; its text begins with the option."""
 
     def check_model(self, model_config: PretrainedConfig) -> None:
         """Raise `ValueError` for a model that does not fit, as `check` does."""

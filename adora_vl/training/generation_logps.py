@@ -132,7 +132,7 @@ class GenerationLogps:
         self.policy_pass.check(compared_rows, partial(self.model_pass, self.policy))
 
     def add_to_later_updates(self, micro_batches: Sequence[Batch]) -> None:
-        """Compute the old log-probabilities of later optimizer steps, and add them to their batches.
+        """Compute the old log-probabilities of later optimizer steps and add them to their batches.
 
         The first optimizer step on a generation changes the weights, so this is called before it.
         Groups whose advantages are all 0 need none, even where a KL term learns from them. Every

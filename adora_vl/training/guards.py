@@ -385,7 +385,7 @@ class ReferenceGuard:
         self._is_done = not self.beta
 
     def needs_check(self, step: int) -> bool:
-        """Return whether the next batch is to be checked: the first one of a run, before any update.
+        """Return whether the next batch is to be checked: the first of a run, before any update.
 
         `step`: optimizer steps that have been made.
         """

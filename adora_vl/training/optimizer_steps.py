@@ -119,7 +119,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Keep Transformers from saving lost weights, which it would do with `save_strategy: epoch`."""
+        """Keep Transformers from saving lost weights, as it would with `save_strategy: epoch`."""
         if self._weights_are_lost:
             control.should_save = False
 

@@ -297,7 +297,7 @@ class Pool:
         return bool(pending) and pending[0].row_numbers == row_numbers_of_rollouts(drawn_groups)
 
     def next_pending_is_older_than(self, step: int) -> bool:
-        """Return whether weights of an earlier step than this sample the next pending generation."""
+        """Return whether weights from before this step sample the next pending generation."""
         return (
             bool(self.state.pending_generations)
             and self.state.pending_generations[0].samples.step != step

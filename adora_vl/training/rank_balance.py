@@ -39,7 +39,7 @@ class SubgroupOnRank(NamedTuple):
 
     @property
     def length_order(self) -> tuple[int, int]:
-        """What subgroups are ordered by: their tokens. Of equally long ones the lower number wins."""
+        """What subgroups are ordered by: tokens. Of equally long ones the lower number wins."""
         return self.tokens, -self.number
 
 

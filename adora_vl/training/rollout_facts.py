@@ -173,7 +173,7 @@ class RolloutFacts:
         )
 
     def select(self, rollouts: Sequence[int]) -> RolloutFacts:
-        """Return the facts of the rollouts with these indices, without extra columns and metrics."""
+        """Return the facts of rollouts with these indices, without extra columns and metrics."""
         selected_tensors: dict[str, Any] = {
             name: values[list(rollouts)] for name, values in self._tensors().items()
         }
@@ -256,7 +256,7 @@ class RolloutFacts:
     def with_logged(
         self, extra_columns: Mapping[str, list[Any]], logged_metrics: Mapping[str, float]
     ) -> RolloutFacts:
-        """Return the facts with what reward functions logged, and with `work_N`, which follows from it.
+        """Return the facts with what reward functions logged, and `work_N`, which follows from it.
 
         Args:
             extra_columns: values of TRL's `log_extra` for all N rollouts, by the column's name.

@@ -147,7 +147,7 @@ class RewardFunctions:
     def _score_by_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
     ) -> list[float]:
-        """Return the rewards of a reward model: its first logit for each prompt with its completion.
+        """Return the rewards of a reward model: its first logit for each prompt and completion.
 
         Args:
             model: the reward model.

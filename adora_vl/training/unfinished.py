@@ -175,7 +175,7 @@ class UnfinishedGeneration:
         )
 
     def _sizes(self) -> dict[str, int]:
-        """Return the sizes on which the split into micro-batches depends, by the keys of the config.
+        """Return the sizes on which the split into micro-batches depends, by the config's keys.
 
         They are written into the manifest, and have to be the same in a run that resumes.
         """

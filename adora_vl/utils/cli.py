@@ -126,7 +126,7 @@ def amount(count: int, noun: str) -> str:
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """Return a quantile of the values: for a `share` of 0.5 the median, for 0.9 the 90th percentile.
+    """Return a quantile of values: for a `share` of 0.5 the median, for 0.9 the 90th percentile.
 
     It is one of the values (the nearest-rank quantile): the smallest one for which at least this
     share of all values is not larger. For example, the median of 10, 20, 30, 40 is 20. There must
@@ -202,7 +202,7 @@ def report_section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def announce_imports(seconds: int) -> None:
-    """Print on stderr that the imports take about so many seconds, in which nothing else is printed.
+    """Print on stderr that imports take about so many seconds, in which nothing else is printed.
 
     Only rank 0 prints it, and no rank where torch is imported already.
     """
@@ -382,7 +382,7 @@ def parse_bool(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """Return the entries of a list that the command line writes as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+    """Return the entries of a list that a command line writes as `a b`, `a,b`, `[a,b]` or `[a, b]`.
 
     Args:
         words: the words that follow the option, such as `["[a,", "b]"]` for the last form.
@@ -497,7 +497,7 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def yaml_value(text: str) -> Any:
-    """Return the value that a text has behind `key:` in a YAML file; the text itself if it is no YAML.
+    """Return the value that a text has behind `key:` in YAML; the text itself if it is no YAML.
 
     So words of the command line mean the same as in a config file. For example, `[a, 1]` becomes
     `["a", 1]`, `off` becomes False, and `{a` stays a text.

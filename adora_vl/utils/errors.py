@@ -93,7 +93,7 @@ def lost_contact_message(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return type and first line of an error, as in the last line of a traceback, without secrets."""
+    """Return type and first line of an error, as at the end of a traceback, without secrets."""
     type_name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()

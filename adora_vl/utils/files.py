@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and one line for the user where the disk refuses them."""
+"""Files that are there whole or not at all, and a line for the user where the disk refuses them."""
 
 import errno
 import fcntl
@@ -162,7 +162,7 @@ class JsonLinesCache:
 
 
 def wait_until_visible(path: Path, timeout_s: float = NFS_DELAY_S) -> bool:
-    """Wait for a file that another machine has written on a shared disk; return whether it is there.
+    """Wait for a file that another machine wrote on a shared disk; return whether it is there.
 
     `timeout_s`: after so many seconds waiting ends. The default is how long NFS may hide a new
     file.

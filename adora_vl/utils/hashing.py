@@ -84,7 +84,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _file_state(stat: os.stat_result) -> str:
-    """Return what changes whenever a file's content does, as text: device, inode, size and times."""
+    """Return as text what changes whenever a file's content does: device, inode, size and times."""
     return f"{stat.st_dev}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
 
 

@@ -107,7 +107,10 @@ class HttpClient:
             future.cancel()  # after Ctrl-C; a future that is done stays so
 
     def close(self) -> None:
-        """Close the connections. Without it they are closed with the client, or by the end of the process."""
+        """Close the connections.
+
+        Otherwise they are closed with the client, or by the end of the process.
+        """
         if self._finalizer is not None:
             self._finalizer()
         self._connections = None
@@ -268,7 +271,7 @@ async def _streamed_reply(
 
 @cache
 def _trusted_certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts, which are read once since that takes long."""
+    """Return the certificates that this machine trusts, read once since that takes long."""
     return ssl.create_default_context()
 
 

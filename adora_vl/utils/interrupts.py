@@ -1,4 +1,4 @@
-"""How a command ends at Ctrl-C, or without files left to open, where its `main` does not catch it."""
+"""How a command ends at Ctrl-C, or without files left to open, if its `main` does not catch it."""
 
 import sys
 from pathlib import Path

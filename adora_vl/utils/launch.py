@@ -190,7 +190,7 @@ def build_was_killed(lock: Path) -> bool | None:
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the lock files that killed builds of torch's operators left, since torch waits for them.
+    """Remove lock files that killed builds of torch's operators left, since torch waits for them.
 
     While it is not known whether a build was killed, this waits. Local rank 0 of a machine removes
     the lock files, and prints a line for each. The other ranks wait until it has. When a lock file
@@ -338,7 +338,8 @@ def exit_without_finalization(code: int) -> NoReturn:
     """
     if "torch" not in sys.modules:
         sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does before its exit functions
+    # The interpreter does so too before its exit functions.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     flush_outputs()
     os._exit(code)

@@ -236,7 +236,7 @@ class ChatClient:
         return self._stored_answers.get(self._cache_key(messages))
 
     def _cache_key(self, messages: Messages) -> str:
-        """Return the key of a request in the cache: a hash of the model, the fields and the messages.
+        """Return the key of a request in the cache: a hash of model, fields and messages.
 
         The address is not in it, as the same model on another port or node gives the same answers.
         """
@@ -568,7 +568,7 @@ def _error_words(body: bytes, key: str) -> str:
 
 
 def _seconds_to_wait(retry_after: str | None) -> float:
-    """Return the seconds to wait that a server asks for in the header `Retry-After`; 0 without one."""
+    """Return how many seconds a server's header `Retry-After` asks to wait; 0 without one."""
     try:
         return max(0.0, float(retry_after or 0))
     except ValueError:  # a date

@@ -115,7 +115,7 @@ def _stream_without_errors(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def _writes_to(stream: TextIO, descriptor: int) -> bool:
-    """Return whether a stream is the usual one of a descriptor, and not a test's or a notebook's."""
+    """Return whether a stream is the usual one of a descriptor, not a test's or a notebook's."""
     try:
         return stream.fileno() == descriptor
     except (OSError, ValueError, AttributeError):

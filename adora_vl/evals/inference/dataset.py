@@ -55,7 +55,7 @@ _DEFAULT_LAYOUT = DataLayout()
 
 @dataclass(frozen=True)
 class _LoadedRows:
-    """The rows of a split; encoded images stay in the columns of the table until they are needed."""
+    """The rows of a split; encoded images stay in columns of the table until they are needed."""
 
     rows: list[Row]
     """The rows, with None in place of each encoded image."""

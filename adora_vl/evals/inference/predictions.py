@@ -32,7 +32,7 @@ RowKey = tuple[str, int]
 
 
 def score_path(output: Path) -> Path:
-    """Return the score file for `--output`: that path itself if it ends in .json, else one in it."""
+    """Return the score file for `--output`: the path itself if it ends in .json, else one in it."""
     if output.suffix == ".json" and not output.is_dir():
         return output
     return output / SCORE_FILE

@@ -63,7 +63,7 @@ def t_quantile(degrees_of_freedom: float) -> float:
 
 
 def t_half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % interval of a mean of at least two values, by Student's t."""
+    """Return half the width of a mean's 95 % interval by Student's t, for at least two values."""
     return t_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
