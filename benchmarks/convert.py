@@ -134,7 +134,7 @@ def write_text_table(rows: int, form: str, folder: Path) -> None:
 
 
 def measure_conversion(rows: int, form: str, folder: Path) -> None:
-    """Convert `rows` rows of text, and print the peak of memory in MiB and the processor's seconds."""
+    """Convert `rows` rows of text, and print peak memory in MiB and the processor's seconds."""
     # Written by a process of its own, whose memory does not count here.
     words = [
         sys.executable,

@@ -110,7 +110,7 @@ class GraderProcess:
         child_connection.close()
 
     def ask(self, case: Case, limit: float) -> bool | str:
-        """Return the verdict on a case, or in words what became of the child within `limit` seconds."""
+        """Return the verdict on a case; "hung" or "died" if the child gives none in `limit` s."""
         try:
             self._connection.send(case)
             if self._connection.poll(limit):

@@ -30,7 +30,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def print_agreement(path: Path) -> bool:
-    """Print how many cases agree with their labels, and return whether no wrong answer is accepted."""
+    """Print how many cases agree with their labels; return whether no wrong answer is accepted."""
     all_rows = read_rows(path)
     accepted = 0
     agreements_by_group: dict[str, list[bool]] = {}
@@ -67,7 +67,7 @@ def print_agreement(path: Path) -> bool:
 
 
 def print_neighbours(path: Path) -> None:
-    """Print the refused golds, and the pairs of different texts of which one is right for the other."""
+    """Print refused golds, and pairs of different texts of which one is right for the other."""
     with_options = [row for row in read_rows(path) if row.get("options")]
     all_rows = sorted(
         {row.get("answer") or row["solution"] for row in read_rows(path) if not row.get("options")}

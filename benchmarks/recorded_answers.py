@@ -32,7 +32,7 @@ class RecordedAnswers:
     model_runner = None
 
     def __init__(self, *arguments: object, **keywords: Any) -> None:
-        """Take the arguments of a generation class; what ends an answer is read of its processor."""
+        """Take the arguments of a generation class; its processor says what ends an answer."""
         processing_class = keywords["processing_class"]
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.end_token = tokenizer.eos_token_id

@@ -62,7 +62,7 @@ STEP_WAYS = ("stock", STOCK_AS_ON_A_CARD, "ours")
 
 
 def mrope_sections(head_size: int) -> list[int]:
-    """Return the published sections of rotary frequencies, 16 : 24 : 24, for a head of this size."""
+    """Return the published sections of rotary frequencies, 16 : 24 : 24, for this head size."""
     half = head_size // 2
     time_section = head_size // 8
     height_section = (half - time_section) // 2

@@ -201,7 +201,7 @@ class SecondGeneration(TrainerCallback):
     def on_step_end(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start to measure after the last step of the first generation; write down after the second."""
+        """Start to measure after the first generation's last step; write down after the second."""
         if state.global_step == self.updates:
             for name, clock in self.clocks.items():
                 clock.seconds.clear()

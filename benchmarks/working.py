@@ -241,7 +241,7 @@ def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
 
 
 def runs_in_order(plan: Plan, *, pilot: bool = False) -> list[tuple[int, str]]:
-    """Seed and arm of the runs in their order: a seed of a block is whole before the next begins."""
+    """Seed and arm of the runs in their order: a block's seed is whole before the next begins."""
     seed_groups = plan["pilot"]["seeds"] if pilot else plan["seeds"]
     return [
         (seed, arm)

@@ -271,7 +271,7 @@ def _rates_in_words(tally_by_id: Mapping[str, AnswerTally]) -> str:
 
 
 def check_input(data: Path, split: str) -> None:
-    """Raise `UserError` where `data` is no prepared dataset of mathematics, or has no such split."""
+    """Raise `UserError` where `data` is no prepared dataset of mathematics or has no such split."""
     manifest = read_manifest(data)
     if manifest is None:
         raise UserError(

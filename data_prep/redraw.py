@@ -244,7 +244,7 @@ class _DiagramDrawing:
         return True
 
     def _draw_line(self, *points: complex) -> None:
-        """Draw a line through points, and remember where it runs, so that labels keep clear of it."""
+        """Draw a line through points, and remember where it runs, so that labels avoid it."""
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
             steps = max(2, int(abs(end - start) / _INK_STEP))

@@ -1,4 +1,4 @@
-"""`python -m data_prep solve`: answers of diagrams from their facts, and labels that these refute."""
+"""`python -m data_prep solve`: answers of diagrams from facts, and labels that these refute."""
 
 from __future__ import annotations
 

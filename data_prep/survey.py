@@ -435,7 +435,7 @@ def total_value_counts(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[
 
 
 def most_frequent_first(value_counts: Counter[str]) -> list[str]:
-    """Return the values that were counted, the most frequent first; equal counts by the alphabet."""
+    """Return the counted values, the most frequent first; equal counts by the alphabet."""
     return sorted(value_counts, key=lambda value: (-value_counts[value], value))
 
 

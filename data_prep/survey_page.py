@@ -304,7 +304,7 @@ def _escape_shortened(value: str) -> str:
 
 
 def _picture_as_data_uri(encoded: bytes) -> str:
-    """Return a stored picture as a data URI, made smaller where it would make the page too large."""
+    """Return a stored picture as a data URI, smaller where it would make the page too large."""
     if len(encoded) > _MAX_IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)

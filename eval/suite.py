@@ -200,7 +200,7 @@ def _parse_task(
 
 
 def _read_runs(suite_output: Path, tasks: Sequence[_SuiteTask]) -> list[ScoreFile]:
-    """Read the scores that another run of the suite has in its output folder, in the order of tasks.
+    """Read the scores that another run of the suite has in its output folder, in the tasks' order.
 
     All of them are named after that folder. Raises `UserError` if one is missing.
     """

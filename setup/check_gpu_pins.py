@@ -1,6 +1,6 @@
 """Resolves all pins for a GPU together, as far as that goes without one.
 
-    python setup/check_gpu_pins.py                     resolve, for every supported Python that is here
+    python setup/check_gpu_pins.py                     resolve, for each supported Python found here
     python setup/check_gpu_pins.py --download FOLDER   and download the wheels of this Python (4 GB)
     python setup/check_gpu_pins.py --install FOLDER    and install them by setup/install.sh (10 GB)
 

@@ -1,6 +1,6 @@
 """Counts what makes code hard to read, room by room, and lets no count rise.
 
-    python setup/readable.py             the table; fails where a room has more than setup/readable.json
+    python setup/readable.py             the table; fails where a room exceeds setup/readable.json
     python setup/readable.py --list KIND   the places of one kind
     python setup/readable.py --update    write down what has become less; a new room begins as it is
     python setup/readable.py --allow ROOM  after a move: this room begins as it is
@@ -171,7 +171,9 @@ def read(path: Path, text: str) -> Iterator[tuple[str, int, int]]:
 def count(folder: Path) -> tuple[Rooms, Places]:
     """Return the counts of every room, of the Python files that git knows or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)  # noqa: S603
+    listed = subprocess.run(  # noqa: S603
+        command, cwd=folder, capture_output=True, text=True, check=True
+    )
     rooms: Rooms = defaultdict(Counter)
     places: Places = defaultdict(lambda: defaultdict(list))
     for path in map(Path, sorted(set(listed.stdout.split()))):

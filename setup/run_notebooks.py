@@ -55,7 +55,7 @@ def shown_outputs(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Noteboo
 
 
 def _without_machine(text: str) -> str:
-    """Make paths of the repository relative, and leave out lines that a library logs with a time."""
+    """Make the repository's paths relative, and leave out lines that a library logs with a time."""
     relative = text.replace(str(REPOSITORY), "..")
     return re.sub(r"^\[\d{4}-\d\d-\d\d .*\n", "", relative, flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Train arms of the experiment from one start: `python -m benchmarks.attenuation --arms grpo adora`.
+"""Train arms of an experiment from one start: `python -m benchmarks.attenuation --arms grpo adora`.
 
 Arms of one condition (regime, recipe, seed, arithmetic model and reward) share their start, their
 problems and their random numbers, so they are a pair. Each prints its held-out figures and is

@@ -235,7 +235,7 @@ class CountingReward:
     __name__ = "graded"  # in the log of the trainer
 
     def __init__(self, problems: Sequence[ChainProblem], reward: str) -> None:
-        """Take the problems of the training, in the order of their numbers, and the reward's name."""
+        """Take the training's problems, in the order of their numbers, and the reward's name."""
         self.problems = problems
         self.reward = reward
         self.batches: list[dict[str, Any]] = []

@@ -224,7 +224,7 @@ def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable
 
 
 def _add_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as the efficient kernel adds it to the scores, with rows padded to 16 numbers."""
+    """Return a mask as the efficient kernel adds it to scores, with rows padded to 16 numbers."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, float("-inf")).to(query.dtype)

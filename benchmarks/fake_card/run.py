@@ -226,7 +226,7 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
 
 
 def _train(result: CardRunResult, folder: Path) -> None:
-    """Build the trainer of a run, train, and write what was measured and predicted to its result."""
+    """Build a run's trainer, train, and write what was measured and predicted to its result."""
     card = result.card
     with card.during("load"):
         trainer, config, model = _build_trainer(result.card_run, folder)

@@ -1,4 +1,4 @@
-"""DeepSpeed beyond plain ZeRO-3: its compiled optimizer, and the optimizer's states in host memory."""
+"""DeepSpeed beyond plain ZeRO-3: its compiled optimizer, and optimizer states in host memory."""
 
 import os
 import subprocess

@@ -34,7 +34,7 @@ def cast(setting: Setting) -> Iterator[CheckLine]:
 
 
 def zero3(setting: Setting) -> Iterator[CheckLine]:
-    """Check the same for a model that DeepSpeed loads under `zero.Init` and prepares for training."""
+    """Check the same for a model that DeepSpeed loads in `zero.Init` and prepares for training."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 

@@ -30,7 +30,7 @@ TARGETS = [
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """Send the weights of an adapted model to a receiver, and look at errors, memory and seconds."""
+    """Send an adapted model's weights to a receiver, and look at errors, memory and seconds."""
     model = setting.model(setting.config("3B", layers=36 if setting.full else 2), torch.bfloat16)
     base = dict(model.named_parameters())
     receiver = {name: torch.empty_like(parameter) for name, parameter in base.items()}
