@@ -117,7 +117,7 @@ def double_image_tokens_in_trainer(examination: EngineExamination) -> Iterator[N
 
 @contextmanager
 def round_rotary_frequencies(examination: EngineExamination) -> Iterator[None]:
-    """Round the policy's rotary frequencies as ZeRO-3 with bfloat16 does; the engine's are right."""
+    """Round the policy's rotary frequencies as ZeRO-3 in bfloat16 does; the engine's are right."""
     buffers = [
         buffer
         for name, buffer in examination.engine_and_policy.policy.named_buffers()

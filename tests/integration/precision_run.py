@@ -78,7 +78,7 @@ class SaveTensorsAtStart(TrainerCallback):
         self.folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save constants, and log-probabilities as built, with exact and with rounded frequencies."""
+        """Save constants, and log-probabilities as built, with exact and rounded frequencies."""
         reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
         models = {"policy": self.trainer.model, "reference": reference}
         refusals = {"built": self.refusal()}

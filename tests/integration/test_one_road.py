@@ -136,7 +136,7 @@ def write_data_sets_that_are_refused(folder: Path) -> None:
 
 
 def write_output_dirs_that_are_refused(folder: Path) -> None:
-    """Write a file, a folder of no run, a run with other keys, and one whose checkpoint is broken."""
+    """Write a file, a folder of no run, a run with other keys, and one with a broken checkpoint."""
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")

@@ -123,7 +123,7 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
     )
 
 
-def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(
+def test_two_generations_ahead_are_sampled_by_weights_of_two_steps_before_and_end_the_same(
     tmp_path, server
 ):
     """A run two generations ahead ends with the same weights, with slow servers and after a kill.

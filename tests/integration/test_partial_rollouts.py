@@ -97,7 +97,7 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
 
 
 def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp_path):
-    """A looping answer is whole before the budget ends it: nothing is set aside, no turn is ended."""
+    """A looping answer is whole before the budget ends it: nothing is set aside, no turn ended."""
     loops = {
         "repetition_detection": {"max_pattern_size": 2, "min_count": 4},
         "logit_bias": {"50": 100.0},

@@ -1,4 +1,4 @@
-"""Killed, stopped or moved: the run goes on as if nothing had happened, and its weights come out."""
+"""Killed, stopped or moved: a run goes on as if nothing had happened, and its weights come out."""
 
 import json
 import os
@@ -132,7 +132,8 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
         options = ["--kills", "rollout:5", "--processes", str(processes), "--output", str(tmp_path)]
         completed = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *argv])
         if server:  # it holds the dead run's adapter too, under another name
-            with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
+            # The address is loopback.
+            with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310
                 models = json.load(reply)["data"]
             assert sum("adora-weights" in model["id"] for model in models) == 3
     assert "checkpoint-3" in completed.stdout

@@ -149,8 +149,14 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
         safe_open(resumed_folder / "model.safetensors", framework="pt") as saved,
         safe_open(PRETRAINED_FOLDER / "model.safetensors", framework="pt") as shipped,
     ):
-        saved_shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
-        shipped_shapes = {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
+        saved_shapes = {
+            name: saved.get_slice(name).get_shape()
+            for name in saved.keys()  # noqa: SIM118
+        }
+        shipped_shapes = {
+            name: shipped.get_slice(name).get_shape()
+            for name in shipped.keys()  # noqa: SIM118
+        }
         policy_head = saved.get_tensor("lm_head.weight")
         shipped_head = shipped.get_tensor("lm_head.weight")
     assert saved_shapes == shipped_shapes

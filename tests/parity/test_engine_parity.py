@@ -78,7 +78,7 @@ PAUSED_ANSWERS = (
     ],
 )
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, argv):
-    """Engine and policy agree on answers of three turns, with a tool's picture before each later one.
+    """Engine and policy agree on answers of 3 turns, with a tool's picture before each later one.
 
     The table's lengths count the policy's own tokens, not those of the tools. Two processes may
     have unequal numbers of turns.

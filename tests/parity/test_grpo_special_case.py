@@ -41,7 +41,7 @@ def reward_with_a_constant_group(
 
 
 def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
-    """Train two steps of two micro-batches that Transformers samples for, decided by the seed alone.
+    """Train two steps of two micro-batches that Transformers samples for, by the seed alone.
 
     `settings`: keys of the config. Returns losses, gradients, batches and the log.
     """

@@ -16,7 +16,7 @@ def noise_picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB"
 
 
 def half_black_picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
-    """Return a transparent picture with a black left half: on white paper the right one is white."""
+    """Return a transparent picture with a black left half: on white paper the right is white."""
     width, height = size
     nothing = (0, 0, 0, 0)
     black = (0, 0, 0, 255)

@@ -1,4 +1,4 @@
-"""The shipped configs: where they lie, with which accelerate config, and the default of every key."""
+"""The shipped configs: where they lie, their accelerate configs, and the default of every key."""
 
 from dataclasses import MISSING, fields
 

@@ -70,7 +70,7 @@ class ResumedRun:
 
 @pytest.fixture(scope="session")
 def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
-    """Return a run that was killed after step 4 and resumed from checkpoint-2, a copy of `adora_run`.
+    """Return a run killed after step 4 and resumed from checkpoint-2, a copy of `adora_run`.
 
     The metrics and rollouts of steps 3 and 4 were written before, and their checkpoint was not.
     """

@@ -74,7 +74,8 @@ class RunningVLLMServer:
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
             try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()  # noqa: S310  # loopback
+                # The address is loopback.
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()  # noqa: S310
                 return
             except OSError:
                 time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The width, depth and dtype of a small model are options, and what no model can have is refused."""
+"""Width, depth and dtype of a small model are options, and what no model can have is refused."""
 
 import json
 from dataclasses import replace

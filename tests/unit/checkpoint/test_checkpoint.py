@@ -197,7 +197,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
-    """A checkpoint without ZeRO has no shards to convert, and a run without it reads no conversion."""
+    """A checkpoint without ZeRO has no shards to convert; a run without it reads no conversion."""
     checkpoint = write_checkpoint(tmp_path, 10)
     # DeepSpeed's shards lie in this folder, so without it the checkpoint is one without ZeRO.
     (checkpoint / "global_step").rename(checkpoint / "other")

@@ -185,7 +185,7 @@ MISTAKES_IN_TRL_KEYS = {
 
 
 def types_in(hint: Any) -> set[Any]:
-    """Return the plain types in an annotation: {float, NoneType} for `Annotated[float, ...] | None`.
+    """Return an annotation's plain types: {float, NoneType} for `Annotated[float, ...] | None`.
 
     The types of a list's entries are among them.
     """

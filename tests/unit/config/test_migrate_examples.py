@@ -1,4 +1,4 @@
-"""The published examples of other trainers, in their form: read, planned, and trained for two steps.
+"""The published examples of other trainers, in their form: read, planned and trained for two steps.
 
 The files of `tests/support/other_trainers` are written anew in the form of EasyR1's
 `qwen2_5_vl_3b_geo3k_grpo.sh` and `qwen2_5_vl_7b_geo3k_cispo.sh` on its `config.yaml`, verl's

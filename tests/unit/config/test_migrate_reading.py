@@ -1,4 +1,4 @@
-"""What `migrate` reads: scripts, words of a command, and foreign text that must not become a key."""
+"""What `migrate` reads: scripts, words of a command, and foreign text that must become no key."""
 
 import pytest
 import yaml

@@ -72,7 +72,7 @@ LONG = "Find x. " * 60
 def write_prepared_data(
     folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train"
 ) -> Path:
-    """Write a prepared data set with these problems, each with one picture where nothing else is said."""
+    """Write a prepared data set of these problems, with one picture each if `images` is empty."""
     empty_meta = dict.fromkeys(schema()["meta"], None)
     images_by_row = images or [[PICTURE] for _ in problems]
     rows = []
@@ -519,7 +519,7 @@ def test_rows_are_left_out_and_recorded(
 
 
 def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
-    """The rows that are left out are in the fingerprint of a run, which a resumed run has to have."""
+    """Rows that are left out are in the fingerprint of a run, which a resumed run has to have."""
 
     def run_fingerprint(left_out: list[str], policy: str = "drop") -> dict[str, str]:
         """Return the fingerprint of a training that leaves out these rows."""

@@ -307,7 +307,10 @@ def is_number(action: argparse.Action) -> bool:
     if action.type is None or action.choices:
         return False
     try:
-        return isinstance(action.type("1" if "pixels" not in action.dest else "1000"), int | float)  # type: ignore[operator]
+        return isinstance(
+            action.type("1" if "pixels" not in action.dest else "1000"),  # type: ignore[operator]
+            int | float,
+        )
     except argparse.ArgumentTypeError:
         return True
 

@@ -1,5 +1,6 @@
-"""The twelve large sets of geometry problems: each command of the data page, run on a small input in
-the form in which the set is published.
+"""The twelve large sets of geometry problems, by the commands of the data page.
+
+Each command runs on a small input in the form in which the set is published.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`data_prep solve`, rows of solved problems and their variants: what is printed, written and refused."""
+"""`data_prep solve`, rows of solved problems and variants: what is printed, written and refused."""
 
 import json
 from collections.abc import Mapping

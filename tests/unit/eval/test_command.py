@@ -327,7 +327,7 @@ def test_what_is_too_long_says_whether_fewer_pixels_would_help():
     small_image = Image.new("RGB", (28, 28))  # 1 token
 
     def why_too_long(text: str, image: Image.Image, context: int) -> str | None:
-        """The reason why a prompt does not fit into a context of so many tokens; None if it does."""
+        """The reason why a prompt does not fit a context of so many tokens; None if it does."""
         messages = conversation_with_images(text, 1, None)
         return chat.why_too_long(chat.prompt_ids(messages, [image]), context)
 

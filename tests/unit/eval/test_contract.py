@@ -1,5 +1,6 @@
-"""Every benchmark of the list keeps the promises of `adora_vl.evals.benchmark.Benchmark`, and a new one needs
-nothing else.
+"""Every listed benchmark keeps the promises of `adora_vl.evals.benchmark.Benchmark`.
+
+A new one needs nothing else.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""We-Math: the diagnosis by hand, both rules, and the data as the hub and the repository have it."""
+"""We-Math: the diagnosis by hand, both rules, and the data as hub and repository have it."""
 
 from functools import partial
 from itertools import product

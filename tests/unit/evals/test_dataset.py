@@ -43,7 +43,7 @@ def mmstar_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOpti
 
 
 def asked_contents(problems: list[Problem]) -> list[tuple[Any, ...]]:
-    """What each problem asks: its fields, its prompt, the number of its images, and their pixels."""
+    """What each problem asks: its fields, its prompt, the number of its images and their pixels."""
     contents = []
     for problem in problems:
         pixels = [image.tobytes() for image in problem.images()]

@@ -1,4 +1,4 @@
-"""The runner: nothing is asked twice, nothing is lost, and one file comes out of several processes."""
+"""The runner: nothing is asked twice, nothing is lost, one file comes out of several processes."""
 
 import json
 import math

@@ -56,7 +56,9 @@ def test_no_file_of_the_package_imports_these_names() -> None:
             elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
                 names = [ast.unparse(argument).strip("f'\"") for argument in node.args]
             top_level_names = {name.split(".")[0] for name in names}
-            assert not top_level_names & {"eval", "data_prep"}, f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+            assert not top_level_names & {"eval", "data_prep"}, (
+                f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+            )
 
 
 def test_a_missing_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation with tools: as a rollout of a training, and its answers are those of its tools alone."""
+"""Evaluation with tools works as a rollout does, and its answers are those of its tools alone."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ LINE_CALL = (
 
 
 def run_words(zoom_runs: Path, *options: str) -> list[str]:
-    """The words of a `run` of the problems in a folder, by a tiny model that has learned to zoom."""
+    """The words of a `run` of a folder's problems, by a tiny model that has learned to zoom."""
     arguments = ["run", "--model", "tiny_zoom", "--data", str(zoom_runs / "data")]
     arguments += ["--engine", "transformers", "--max-tokens", "200"]
     arguments += ["--min-pixels", "3136", "--max-pixels", "3136"]

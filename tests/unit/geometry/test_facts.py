@@ -1,4 +1,4 @@
-"""Facts of the logic form that Geometry3K has seldom or never, each with an answer that needs it."""
+"""Facts of logic forms that Geometry3K has seldom or never, each with an answer that needs it."""
 
 import math
 

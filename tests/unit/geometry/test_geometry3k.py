@@ -1,4 +1,4 @@
-"""Geometry3K's annotations beside the checkout: stored verdicts, and broken forms, which raise nothing."""
+"""Geometry3K's annotations beside the checkout: stored verdicts; broken forms raise nothing."""
 
 import copy
 import gzip

@@ -1,4 +1,4 @@
-"""The parts of the engine: values as they are written, exact forms, derivatives, angles alone, pictures' shapes."""
+"""Parts of the engine: written values, exact forms, derivatives, angles alone, pictures' shapes."""
 
 import math
 import random

@@ -55,7 +55,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 @pytest.fixture(scope="module")
 def sft_folder(tmp_path_factory):
-    """Write an adapter of the tiny model, as supervised fine-tuning leaves it; return its folder."""
+    """Write an adapter of the tiny model as supervised fine-tuning leaves it; return its folder."""
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter")
 
 

@@ -47,7 +47,7 @@ def adora_home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sft_folder(tmp_path_factory):
-    """Write an adapter of single layers with a rank of their own, which vLLM's reader passes over."""
+    """Write an adapter in which some layers have another rank, which vLLM's reader passes over."""
     ranks: dict[str, Any] = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"up_proj": 6}}
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter", modules_to_save=None, **ranks)
 

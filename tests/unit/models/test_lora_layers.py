@@ -1,4 +1,4 @@
-"""LoRA where no layer is named: what is adapted, and that it is the same on every way into a run."""
+"""LoRA where no layer is named: what is adapted, and that it is the same on each way into a run."""
 
 import json
 from copy import deepcopy

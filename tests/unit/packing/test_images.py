@@ -222,7 +222,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
     def count_calls(owner: Any, name: str, counter: str, number: Any) -> None:
-        """Let a function count its work under `counter`; `number` computes it from its arguments."""
+        """Let a function count its work under `counter`; `number` computes it from arguments."""
         original = getattr(owner, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:

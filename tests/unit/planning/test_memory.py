@@ -66,7 +66,7 @@ def shape_of_7b() -> ModelShape:
 
 
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
-    """Each case: a model, its parameters, whether its embeddings are tied, a token's side in pixels.
+    """Each case: a model, its parameters, whether embeddings are tied, a token's side in pixels.
 
     For Qwen2.5-VL 3B and 7B twice the number is the `total_size` of their
     model.safetensors.index.json in bfloat16, for Qwen3-VL and the 32B it is what public code
@@ -332,7 +332,7 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     """
 
     def most_checkpoints(rows: int | None = None, **keys: object) -> int | None:
-        """The most checkpoints that a run has on disk; 4 rows make a step, which is a generation."""
+        """The most checkpoints that a run has on disk; 4 rows make a step and a generation."""
         config = training_config(
             num_generations=4,
             per_device_train_batch_size=16,

@@ -233,7 +233,7 @@ def test_a_run_from_python_is_another_one_with_any_other_reward():
 
 
 def reward_that_counts(start: int) -> Callable[..., list[float]]:
-    """Return a reward function that counts the rollouts that it has scored, beginning at `start`."""
+    """Return a reward function that counts the rollouts it has scored, beginning at `start`."""
     count = start
 
     def counting(completions: list[object], **columns: object) -> list[float]:

@@ -298,7 +298,7 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
 
 
 def scanned_run(trial_place, accuracy):
-    """Return a run as it is stored: at a place of the plan, 40 % right at first, `accuracy` later."""
+    """Return a run as it is stored: at a place of the plan, 40 % right first, `accuracy` later."""
     case, start, seed, arm = trial_place
     held_out = []
     for step, share in ((0, 0.4), (40, accuracy)):

@@ -1,4 +1,4 @@
-"""`setup/install.sh` says what Triton lacks on a machine with a GPU before it downloads anything."""
+"""`setup/install.sh` says what Triton lacks on a machine with a GPU before any download."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What `lint-imports` does not hold: that every room has a floor, and that a name means one thing."""
+"""What `lint-imports` does not hold: that every room has a floor, and a name means one thing."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A cheap row or column of each table of figures on the pages is what the table's command prints."""
+"""A cheap row or column of each table of figures on the pages is what its command prints."""
 
 import json
 import re
@@ -20,7 +20,8 @@ PAGES = [
     *(REPOSITORY / "docs").glob("*.md"),
 ]
 TEXT_OF_PAGES = "\n".join(page.read_text() for page in PAGES)
-ROWS_BY_TABLE = {}  # rows by the first column's title, where two rows or more have two figures or more
+# Rows by the first column's title, where two rows or more have two figures or more.
+ROWS_BY_TABLE = {}
 for title, body in re.findall(
     r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT_OF_PAGES, re.MULTILINE
 ):

@@ -50,7 +50,7 @@ class Count:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Return the sentences of a page, without its tables, its code, its headings and its pictures."""
+    """Return the sentences of a page, without its tables, code, headings and pictures."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     paragraphs: list[str] = [""]
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Each metric has one title and one form, in the progress line, the summary, the card and the page."""
+"""Each metric has one title and one form, in the progress line, summary, card and page."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Trackers: each has our metrics, and what it has room for of images and rollouts; nothing is sent."""
+"""Trackers: each has our metrics, and what it can take of images and rollouts; nothing is sent."""
 
 import json
 import math

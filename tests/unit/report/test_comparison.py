@@ -367,7 +367,7 @@ def test_both_names_of_a_benchmark_are_compared(tmp_path, capsys):
 
 
 def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
-    """A run that was evaluated on a part of the problems, which are the easy ones, gains nothing."""
+    """A run that was evaluated on a part of the problems, the easy ones, gains nothing."""
     runs = []
     for side in ("a", "b"):
         for seed, right_count in enumerate((8, 10)):

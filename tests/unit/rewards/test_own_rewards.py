@@ -840,7 +840,7 @@ def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
 
 
 def test_the_search_for_the_completion_that_fails_has_a_time_limit_too():
-    """A function that fails on all completions together, and hangs on a single one, is not waited for.
+    """A function that fails on all completions together, and hangs on one, is not waited for.
 
     After a failure it is called with each completion alone, to name the one on which it fails.
     """

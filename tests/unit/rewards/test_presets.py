@@ -381,7 +381,7 @@ def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words,
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:
-    """ "waiting", "waiter" and "checks" are no such words, and "re-check" is not "check" as well."""
+    """ "waiting", "waiter" and "checks" are no such words, and "re-check" is not also "check"."""
     text = (
         "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. "
         "Let me see: hold on."

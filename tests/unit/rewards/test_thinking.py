@@ -75,7 +75,8 @@ def test_reasoning_that_the_tokenizer_has_parsed_out_is_no_answer_and_counts_as_
     assert accuracy(**{**columns, "answer": ["12"]}) == [0.0]
 
 
-THINKING_FORMS = [  # a response, whether its prompt ended in `<think>`, think_format, think_answer_format
+# A response, whether its prompt ended in `<think>`, think_format, think_answer_format.
+THINKING_FORMS = [
     ("a</think>5", True, 1.0, 0.0),
     ("\na\n</think>\n\n<answer>5</answer>", True, 0.0, 1.0),
     ("<think>a</think>5", True, 1.0, 0.0),
@@ -166,7 +167,7 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def sampled(*texts: str) -> Rollout:
-        """Turns of the policy, between them those of a tool, whose tokens have no log-probability."""
+        """The policy's turns, between them a tool's, whose tokens have no log-probability."""
         segments: list[Segment] = []
         for number, text in enumerate(texts):
             ids = ids_of(text)

@@ -491,7 +491,7 @@ def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeyp
     """
 
     def parse_like_vllm(prompt: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
-        """Return the first image as vLLM reads it, and the hashes by which it caches all of them."""
+        """Return the first image as vLLM reads it, and the hashes by which it caches them all."""
         items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
         uuids = parse_mm_uuids(prompt.get("multi_modal_uuids"))
         hashes = ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")

@@ -34,7 +34,9 @@ from tests.support.step_context import step_context
 prepare_engine_environment()
 
 from vllm import LLM  # noqa: E402
-from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Qwen3VL  # noqa: E402
+from vllm.model_executor.models.qwen3_vl import (  # noqa: E402
+    Qwen3VLForConditionalGeneration as Qwen3VL,
+)
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.mm.rope import RopeState  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2  # noqa: E402

@@ -1,4 +1,4 @@
-"""Limits within which a tool can never answer are refused, and those with just enough room are not."""
+"""Limits within which a tool can never answer are refused; those with just enough room are not."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field

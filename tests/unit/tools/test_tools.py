@@ -45,7 +45,7 @@ def tool_call(name, **arguments):
 
 
 def response_to(toolbox, text, images=None):
-    """Return what the calls in a text bring back: a text with <image> for each picture, and those."""
+    """Return what calls in a text bring back: a text with <image> for each picture, and those."""
     answer = toolbox.answer(
         text, [picture_with_black_corner()] if images is None else images, seed="0", is_last=False
     )

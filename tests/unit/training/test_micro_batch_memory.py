@@ -153,7 +153,7 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
 
 
 def test_the_planned_pass_is_that_of_the_dry_run():
-    """Filling plans with the longest prompt, the most patches and full answers, as the dry run does.
+    """Filling plans with the longest prompt, most patches and full answers, as the dry run does.
 
     Both predict memory by the same numbers.
     """

@@ -1,4 +1,4 @@
-"""What commands do when nobody reads what they print: a training goes on, the others end quietly."""
+"""What commands do when nobody reads what they print: a training goes on, others end quietly."""
 
 import os
 import subprocess

@@ -334,7 +334,7 @@ with replacing_folder(Path(sys.argv[1]) / "merged") as staged:
 
 
 def prepare_over_merged(folder: Path) -> None:
-    """It is not ours to replace; whatever becomes of the preparation, it first puts things right."""
+    """`merged` is not ours to replace; however the preparation ends, it first puts things right."""
     with pytest.raises(UserError), complete_or_absent(folder / "merged"):
         pass
 
