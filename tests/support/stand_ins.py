@@ -34,6 +34,17 @@ def training_config(**keys: Any) -> AdoraGRPOConfig:
     return config
 
 
+def checked_config(**keys: Any) -> AdoraGRPOConfig:
+    """Return the config of a run on a CPU, with the checks and conversions of the constructor."""
+    return AdoraGRPOConfig(
+        use_cpu=True,
+        bf16=False,
+        output_dir="nowhere",
+        max_steps=10,
+        **keys,
+    )
+
+
 def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) -> TrainerState:
     """Return the `TrainerState` after `step` of `last` optimizer steps.
 

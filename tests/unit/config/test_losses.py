@@ -6,21 +6,9 @@ from typing import Any
 
 import pytest
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.losses import check_loss
 from adora_vl.utils.errors import UserError
-
-
-def cpu_config(**keys: Any) -> AdoraGRPOConfig:
-    """Return the config of a run on a CPU."""
-    return AdoraGRPOConfig(
-        use_cpu=True,
-        bf16=False,
-        output_dir="nowhere",
-        max_steps=10,
-        **keys,
-    )
-
+from tests.support.stand_ins import checked_config
 
 # keys, how the error line begins, and the remedy that it names
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -63,7 +51,7 @@ def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, r
     CISPO with TRL's default epsilon, for example, would clip what its paper never clips.
     """
     with pytest.raises(UserError) as caught:
-        check_loss(cpu_config(**keys))
+        check_loss(checked_config(**keys))
     line = str(caught.value)
     assert line.startswith(begins)
     assert remedy in line
@@ -72,4 +60,4 @@ def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, r
 
 @pytest.mark.parametrize("keys", TAKEN)
 def test_what_the_papers_of_the_losses_set_is_taken(keys):
-    check_loss(cpu_config(**keys))
+    check_loss(checked_config(**keys))

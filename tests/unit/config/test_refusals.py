@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import fingerprint
-from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config import AdoraScriptArguments
 from adora_vl.export import main as export
 from adora_vl.models.check import check_model_parts, make_lora_config
 from adora_vl.models.load import PRETRAINED_FOLDER
@@ -28,18 +28,8 @@ from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError, in_one_line
 from benchmarks.gpu.setting import Setting
+from tests.support.stand_ins import checked_config
 from tests.support.tiny_run import tiny_run_arguments
-
-
-def cpu_config(**keys: Any) -> AdoraGRPOConfig:
-    """Return the config of a run on a CPU."""
-    return AdoraGRPOConfig(
-        use_cpu=True,
-        bf16=False,
-        output_dir="nowhere",
-        max_steps=10,
-        **keys,
-    )
 
 
 def error_of(check: Any, *values: Any) -> str:
@@ -113,13 +103,13 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     ]
     for keys, message in cases:
         with subtests.test(message):
-            error = error_of(check_sampling, cpu_config(**keys))
+            error = error_of(check_sampling, checked_config(**keys))
             assert re.match(message, error), error
             assert "\n" not in error
     # What is not refused has a note at the start of a run, if the engine filters tokens.
-    assert notes_on_filters(cpu_config(**sequence)) == []
-    assert notes_on_filters(cpu_config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
-    assert notes_on_filters(cpu_config(**vllm, temperature=0.8, top_k=5)) != []
+    assert notes_on_filters(checked_config(**sequence)) == []
+    assert notes_on_filters(checked_config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
+    assert notes_on_filters(checked_config(**vllm, temperature=0.8, top_k=5)) != []
     assert "the key temperature says" in error_of_training(generation_kwargs='{"temperature": 0.3}')
 
 
@@ -138,7 +128,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     secrets = ["hf_abcdefgh", "hf_ijklmnop", "sk-qrstuvwx", "yz12345678"]
     address = f"http://me:{secrets[3]}@10.0.0.1:8000"
     reward = {"mine.py:f": {"judges": [{"api_key": secrets[2], "eos_token": "<|im_end|>"}]}}
-    config_with_secrets = cpu_config(
+    config_with_secrets = checked_config(
         hub_token=secrets[0],
         model_init_kwargs={"token": secrets[1]},
         vllm_server_base_url=address,
@@ -197,7 +187,7 @@ def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() 
     A config is pickled into training_args.bin, which people publish with a model.
     """
     secret = "hf_abcdefgh"  # noqa: S105  # of no account
-    original = cpu_config(hub_token=secret, adora_method="dapo")
+    original = checked_config(hub_token=secret, adora_method="dapo")
     for copied in (copy(original), deepcopy(original)):
         assert copied.hub_token == secret
         assert copied.methods is original.methods
@@ -223,7 +213,7 @@ def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots
         with pytest.raises(
             UserError, match=f"^{name}: '...' stands for a secret that was left out"
         ):
-            cpu_config(**keys)
+            checked_config(**keys)
 
 
 def test_keys_that_go_together_are_taken() -> None:
@@ -231,8 +221,8 @@ def test_keys_that_go_together_are_taken() -> None:
 
     Those that do not are in the table of tests/integration/test_one_road.py.
     """
-    check_machine.check_optimizer(cpu_config(optim_args="beta1=0.9, eps=1e-8"))
-    schedule = cpu_config(
+    check_machine.check_optimizer(checked_config(optim_args="beta1=0.9, eps=1e-8"))
+    schedule = checked_config(
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
     )
     check_machine.check_schedule(schedule)
@@ -250,7 +240,7 @@ def test_keys_that_go_together_are_taken() -> None:
     several = {"vllm_server_base_url": "http://a:1,http://b:1", **servers}
     without = {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2}
     for changed_keys in ({}, with_refills, parameters, ahead, several, without):
-        keys = cpu_config(**{**budget, **changed_keys})
+        keys = checked_config(**{**budget, **changed_keys})
         check_keys.check_budget(keys)
         check_keys.check_sampling_ahead(keys)
         check_keys.check_servers(keys)
@@ -269,8 +259,10 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
         "gradient_accumulation_steps": 2,
     }
     servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
-    waits_for_budget = cpu_config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=3)
-    samples_ahead = cpu_config(
+    waits_for_budget = checked_config(
+        **keys, adora_rollouts={"budget": 100}, steps_per_generation=3
+    )
+    samples_ahead = checked_config(
         **keys, adora_rollouts={"ahead": 1}, steps_per_generation=3, **servers
     )
     for line in (
@@ -280,7 +272,7 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
         assert "does not go with 3 micro-batches of a generation and 2 of an optimizer step" in line
     for steps in (1, 2, 4):
         check_keys.check_budget(
-            cpu_config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=steps)
+            checked_config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=steps)
         )
 
 
@@ -303,7 +295,7 @@ def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects(
         ({"adora_stock_step": ["skip_old_pass"]}, "does not go with adora_stock_step"),
         ({"adora_stock_step": ["share_prompt"]}, ""),
     ):
-        line = error_of(check_keys.check_old_logps, cpu_config(**{**keys, **changed_keys}))
+        line = error_of(check_keys.check_old_logps, checked_config(**{**keys, **changed_keys}))
         if message:
             assert message in line, changed_keys
             assert line.startswith("adora_rollouts.old_logps: engine ")
@@ -321,17 +313,17 @@ def test_what_samples_with_older_weights_learns_by_the_engine_in_either_way() ->
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_correction": False,
     }
-    policy = cpu_config(adora_rollouts={"budget": 100}, **keys)
+    policy = checked_config(adora_rollouts={"budget": 100}, **keys)
     line = error_of(check_keys.check_budget, policy)
     assert "does not go with vllm_importance_sampling_correction: false" in line
-    engine = cpu_config(adora_rollouts={"budget": 100, "old_logps": "engine"}, **keys)
+    engine = checked_config(adora_rollouts={"budget": 100, "old_logps": "engine"}, **keys)
     assert not error_of(check_keys.check_budget, engine)
 
 
 def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
     """Transformers makes a rate of 0 of NaN."""
     for rate in (float("nan"), float("inf")):
-        keys = cpu_config(lr_scheduler_type="cosine_with_min_lr")
+        keys = checked_config(lr_scheduler_type="cosine_with_min_lr")
         keys.lr_scheduler_kwargs = {"min_lr_rate": rate}
         line = error_of(check_machine.check_schedule, keys)
         assert line.startswith("lr_scheduler_kwargs: min_lr_rate: "), line
@@ -339,7 +331,7 @@ def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
 
 def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> None:
     for arguments_text in ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ","):
-        line = error_of(check_machine.check_optimizer, cpu_config(optim_args=arguments_text))
+        line = error_of(check_machine.check_optimizer, checked_config(optim_args=arguments_text))
         assert line.startswith(f"optim_args: {arguments_text!r} is not NAME=VALUE"), line
 
 
@@ -348,7 +340,7 @@ def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
 
     Half a group of 8 on each of two processes is what TRL allows.
     """
-    keys = cpu_config(
+    keys = checked_config(
         adora_rollouts={"budget": 100},
         use_vllm=True,
         per_device_train_batch_size=16,
@@ -372,7 +364,7 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
 
     One key-value head is taken, since vLLM repeats it. In server mode nothing is checked.
     """
-    keys = cpu_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    keys = checked_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     text = {"num_attention_heads": 4, "num_key_value_heads": 1}
     tower = {"num_heads": 4, "intermediate_size": 8}
     assert error_of(check_tensor_parallel, keys, model_config_with(text, tower), 4) == ""

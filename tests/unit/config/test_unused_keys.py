@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from trl import ModelConfig
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import build_batch_layout
 from adora_vl.config.trl_keys import OUR_LIBRARY, config_key_by_name
 from adora_vl.config.unused_keys import (
@@ -16,6 +15,7 @@ from adora_vl.config.unused_keys import (
     refuse_unusable_keys,
 )
 from adora_vl.utils.errors import UserError
+from tests.support.stand_ins import checked_config
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
 # or Transformers comes to them, somebody has looked at what reads it.
@@ -62,23 +62,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def cpu_config(**keys: Any) -> AdoraGRPOConfig:
-    """Return the config of a run on a CPU."""
-    return AdoraGRPOConfig(
-        use_cpu=True,
-        bf16=False,
-        output_dir="nowhere",
-        max_steps=10,
-        **keys,
-    )
-
-
 def unused_key_lines(
     model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any
 ) -> list[str]:
     """Return the lines about keys that have no effect in a run with these."""
     return notes_on_unused_keys(
-        RunSettings(cpu_config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
+        RunSettings(
+            checked_config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False
+        )
     )
 
 
@@ -123,7 +114,9 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
 
     `reason` is how the note ends, as in `with use_vllm: true`.
     """
-    settings = RunSettings(cpu_config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
+    settings = RunSettings(
+        checked_config(), ModelConfig(), trains_adapter=False, trl_evaluates=False
+    )
     assert notes_on_unused_keys(settings) == []
     if reason.startswith("with "):  # it is unused with these values of other keys
         settings.config.use_vllm = True
@@ -153,7 +146,7 @@ def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
 @pytest.mark.parametrize(("keys", "begins"), REFUSED)
 def test_a_key_that_would_not_do_what_it_is_set_for_is_refused(keys, begins):
     with pytest.raises(UserError, match=f"^{begins}"):
-        refuse_unusable_keys(cpu_config(**keys))
+        refuse_unusable_keys(checked_config(**keys))
 
 
 def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
@@ -161,7 +154,7 @@ def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
 
     The evaluators of this project do not tell it theirs.
     """
-    plateau = cpu_config(
+    plateau = checked_config(
         lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=2
     )
     refuse_unusable_keys(plateau, trl_evaluates=True)
@@ -183,7 +176,7 @@ def test_a_step_that_passes_over_a_generation_twice_is_refused():
         (4, 2, 6, False),
     ]
     for steps, passes, accumulated, is_taken in cases:
-        training_config = cpu_config(
+        training_config = checked_config(
             per_device_train_batch_size=8,
             num_generations=8,
             steps_per_generation=steps,

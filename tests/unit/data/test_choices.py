@@ -19,7 +19,6 @@ from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
 from adora_vl.evaluation import load_evaluation_plan
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import TrainingData, run_manifest
-from adora_vl.rewards import grade
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
@@ -157,23 +156,6 @@ def test_training_and_evaluations_ask_in_the_same_words(
             assert plan is not None
             during = [problem.prompt for problem in plan.tasks[0].problems]
             assert during == evaluation_prompts(data_with_choices, *evaluation_words)
-
-
-def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data_with_choices: Path) -> None:
-    """The letter of the right choice is a correct answer, and so is its value.
-
-    The second row has the choices 3, 4√2 and 5, of which B is right. There is no choice D.
-    """
-    row = load_split(data_with_choices, "train")[1]
-    for answer, verdict in {
-        "B": "correct",
-        r"4\sqrt{2}": "correct",
-        "A": "wrong",
-        "3": "wrong",
-        "D": "wrong",
-    }.items():
-        graded = grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"])
-        assert graded.verdict == verdict, answer
 
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:

@@ -55,7 +55,7 @@ def diagram_hashes(folder: Path, split: str) -> set[str]:
     return {diagram_hash(Image.open(io.BytesIO(encoded))) for encoded in images}
 
 
-def test_the_same_arguments_give_the_samefiles(prepared_folder: Path, tmp_path: Path) -> None:
+def test_the_same_arguments_give_the_same_files(prepared_folder: Path, tmp_path: Path) -> None:
     """Two preparations with equal arguments have equal bytes in every file."""
     prepare_drawn(tmp_path / "again", describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
     assert file_contents(prepared_folder) == file_contents(tmp_path / "again")

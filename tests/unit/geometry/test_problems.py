@@ -91,6 +91,12 @@ def test_what_excludes_itself_is_a_conflict(text: str) -> None:
         "triangle ABC, AB = 10, BC = 6, angle A = 30, find AC",
         "circle O: A, B, C. angle BOC = 110, angle BAC = x, find x",
         "AB parallel CD, E on AB, F on CD, G on EF, angle AEF = 70, find angle EFD",
+        "circle O: A, B, C. arc AB = 80, find angle ACB",  # C may lie on either side
+        # two figures that are nearly the same: angle ABC is a little under or over 90
+        "ABCD kite, AB = AD, CB = CD, area ABCD = 65.0137, DC = 10.408947, "
+        "perimeter ABCD = 33.324812, find angle DBC",
+        "ABCD trapezoid, AB parallel CD, AC and BD meet at E, angle EDC = 34.58008, "
+        "CD = 2.121366, EA = 3.813011, BA = 6.712578, find BC",
     ],
 )
 def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:

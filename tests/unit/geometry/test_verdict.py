@@ -273,42 +273,6 @@ def test_facts_that_exclude_each_other_are_named(
     assert all(name in result.why for name in named_facts)
 
 
-@pytest.mark.parametrize(
-    ("drawn_C", "expected_AB"), [(150 + 60j, 6.4 - 1.4), (60 + 60j, 6.4 + 1.4)]
-)
-def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: float) -> None:
-    """AC = 8, BC = 5 and sin A = 3/5 fit two triangles, with AB = 6.4 + 1.4 and AB = 6.4 - 1.4.
-
-    Angle B is acute in the one and obtuse in the other, as the drawing has it.
-    """
-    facts = [
-        "Equals(LengthOf(Line(A, C)), 8)",
-        "Equals(LengthOf(Line(B, C)), 5)",
-        f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
-    ]
-    points = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
-    result = solve_form(logic_form(points, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
-    assert result.status == "answered"
-    assert result.value == pytest.approx(expected_AB, rel=1e-6)
-
-
-def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
-    """AC = 8, BC = 5 and sin A = 3/5 fit two triangles, which without places are `ambiguous`."""
-    facts = [
-        "Equals(LengthOf(Line(A, C)), 8)",
-        "Equals(LengthOf(Line(B, C)), 5)",
-        f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
-    ]
-    result = solve_form(
-        replace(
-            logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"),
-            points={},
-        )
-    )
-    assert result.status == "ambiguous"
-    assert "two figures fit" in result.why
-
-
 def test_angles_decide_where_lengths_contradict_them() -> None:
     """The third angle is 180 - 50 - 60 degrees, although no such triangle has BC = 10 AB."""
     facts = [

@@ -186,26 +186,6 @@ def test_the_evaluation_of_a_lora_run(lora_run, drawn_problems, tmp_path, capsys
     )
 
 
-def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_path, capsys):
-    """The error names the command that exports the run."""
-    run = shutil.copytree(lora_run, tmp_path / "run")
-    shutil.rmtree(run / "merged")
-    arguments = [
-        "run",
-        "--model",
-        str(run),
-        "--data",
-        "nowhere",
-        "--output",
-        str(tmp_path / "eval"),
-    ]
-    assert evaluate(BENCHMARK, arguments) == 2
-    stderr = capsys.readouterr().err
-    assert stderr.count("\n") == 1
-    assert "adora_vl.export" in stderr
-    assert str(run) in stderr
-
-
 def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):
     """A model without images has, exported, the logits of base and adapter."""
     sizes = {

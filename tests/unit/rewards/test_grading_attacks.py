@@ -126,12 +126,6 @@ def test_no_hack_of_the_choices_earns_more_either(preset: str) -> None:
     assert paid == []
 
 
-def test_no_box_earns_nothing_under_any_preset() -> None:
-    texts = ["12", "", r"\boxed{12", "<answer>12</answer>"]
-    for preset in PRESETS:
-        assert reward_function(preset)(completions=texts, answer=["12"] * 4) == [0.0] * 4
-
-
 UNPARSEABLE_ROWS = [
     (line, row) for line, row in ANSWER_ROWS if row["verdict"] == "unparseable" and "answer" in row
 ]

@@ -141,7 +141,6 @@ def test_ten_thousand_broken_calls_are_one_line_each():
 
     # Each text is a call in which up to five random places were changed.
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
-    slowest = 0.0
     for _ in range(10_000):
         text = rng.choice(complete_calls)
         for _ in range(rng.randrange(1, 6)):
@@ -150,18 +149,15 @@ def test_ten_thousand_broken_calls_are_one_line_each():
                 [rng.choice(letters), "", rng.choice(letters) * rng.randrange(1, 300)]
             )
             text = text[:position] + change + text[position + rng.randrange(0, 4) :]
-        start_time = time.process_time()
         answer = toolbox.answer(
             text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", is_last=False
         )
-        slowest = max(slowest, time.process_time() - start_time)
         for call in answer.calls:
             assert call.failed == call.text.startswith("Error: ")
             assert "\n" not in call.text
             assert len(call.text) <= 400
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
-    print(f"the slowest took {1000 * slowest:.0f} ms")
     assert toolbox.answer("no call", [], seed="0", is_last=False) is None
 
 

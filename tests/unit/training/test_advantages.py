@@ -58,12 +58,11 @@ END_TOKEN = 2
 PAD_TOKEN = 0
 
 
-def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
-    """A rollout was cut off unless its last token ends a turn, or it is empty.
+def test_the_facts_of_rollouts_are_gathered_in_one_call():
+    """Lengths, ends, words of reflection and what reward functions logged cost one gather.
 
-    The four rollouts have 3, 2, 0 and 2 tokens; the last one has an end token that is not its last.
-    Whether they were cut off is gathered in one call with their lengths, and their words of
-    reflection, such as "wait".
+    The four rollouts have 3, 2, 0 and 2 tokens. Two of them were cut off: the second has no end
+    token, and the fourth has one that is not its last. "Wait" and "verify" are such words.
     """
     gathered_tensors = []
 

@@ -4,9 +4,8 @@ An extension is a class whose methods are called at certain points of a training
 an image for the engine alone, engine and trainer cannot be compared there.
 """
 
-import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from adora_vl.config.schema import parse
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
-from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult, StepKey
 from adora_vl.rollout.turns import append_result
 from adora_vl.training.extensions import (
@@ -27,8 +25,7 @@ from adora_vl.training.extensions import (
     extension_hashes,
 )
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard
-from adora_vl.types import Batch, engine_comparison_mask
+from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
@@ -178,66 +175,6 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         assert rollout.logps == logps
         assert rollout.stale_tokens(step=4) == stale_tokens
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
-
-
-class MeasuredRun(NamedTuple):
-    """What a step measures of the difference between engine and policy."""
-
-    ratio_BC: torch.Tensor  # policy over engine
-    metrics: dict[str, float]
-
-
-def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
-    """Measure the drift of two rollouts of two tokens.
-
-    The engine's log-probabilities are 0.1 nats off in the first rollout, and 3 in the second.
-
-    `saw_other_images`: for each rollout whether the engine saw other images. Its log-probabilities
-    are then unknown.
-    """
-    logged: dict[str, float] = {}
-    context = step_context(
-        logged,
-        adora_max_drift=5.0,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_min=None,
-        vllm_importance_sampling_clip_max=3.0,
-    )
-    policy_logps_BC = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
-    engine_logps_BC = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
-    engine_logps_BC[torch.tensor(saw_other_images)] = math.nan
-    micro_batch: Batch = {
-        "completion_mask": torch.ones(2, 2),
-        "sampling_per_token_logps": engine_logps_BC,
-        "stale_tokens": torch.tensor([2 if other else 0 for other in saw_other_images]),
-    }
-    DriftGuard(context).check(
-        policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro_batch), step=0
-    )
-    metrics = ImportanceRatio(context).add_to_batch(micro_batch, policy_logps_BC)
-    value_by_name = {metric.name: metric.value for metric in metrics}
-    return MeasuredRun(
-        ratio_BC=micro_batch["importance_sampling_ratio"], metrics={**logged, **value_by_name}
-    )
-
-
-def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
-    """A rollout that saw other images has the importance ratio 1, and no metric counts it.
-
-    Here that is the second one, in which the engine is 3 nats off.
-    """
-    measured = measure_drift([False, True])
-    assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
-    assert measured.ratio_BC[1].tolist() == [1.0, 1.0]
-    assert measured.metrics["adora/drift"] == pytest.approx(0.1, abs=1e-6)
-    for figure in ("mean", "min"):
-        name = f"sampling/importance_sampling_ratio/{figure}"
-        assert measured.metrics[name] == pytest.approx(math.exp(0.1))
-    both_compared = measure_drift([False, False])
-    # (0.1 + 3) / 2 nats
-    assert both_compared.metrics["adora/drift"] == pytest.approx(1.55), "the second one counts"
-    # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
-    assert "adora/drift" not in measure_drift([True, True]).metrics
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():

@@ -292,13 +292,13 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
     """Drift leaves out the tokens that earlier weights have sampled (`stale_tokens` of a row).
 
     Earlier weights, which are far from the policy, sampled four of the six tokens. These four are
-    the first token of the first row, and all tokens of the second. The engine is 9 nats off at
-    them, and 0.1 at the other two.
+    the first token of the first row, at which the engine is 9 nats off, and all tokens of the
+    second, for which the engine has no log-probability. It is 0.1 nats off at the other two.
     """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
         "old_per_token_logps": torch.zeros(2, 3),
-        "sampling_per_token_logps": torch.tensor([[9.0, 0.1, 0.1], [9.0, 9.0, 9.0]]),
+        "sampling_per_token_logps": torch.tensor([[9.0, 0.1, 0.1], [math.nan] * 3]),
         "stale_tokens": torch.tensor([1, 3]),
     }
     log: dict[str, float] = {}

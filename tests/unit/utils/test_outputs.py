@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from adora_vl.utils.cli import EXIT_BROKEN_PIPE, exit_code_of
+from adora_vl.utils.cli import EXIT_BROKEN_PIPE
 from tests.support.paths import REPOSITORY
 
 # Prints a line; then more, when its stdin has ended.
@@ -110,15 +110,3 @@ def test_a_command_that_only_prints_ends_without_a_traceback(words):
         "error: stdout: what is printed cannot be written (No space left on device); make room"
     )
     assert full.stderr.count("\n") == 1
-
-
-def test_a_reader_that_has_gone_is_an_exit_code_of_its_own(monkeypatch):
-    """A `BrokenPipeError` is caught, and both outputs go nowhere from then on."""
-    redirected: list[int] = []
-    monkeypatch.setattr("adora_vl.utils.cli.redirect_to_null", redirected.append)
-
-    def print_to_nobody() -> None:
-        raise BrokenPipeError
-
-    assert exit_code_of(print_to_nobody, "nothing was done") == EXIT_BROKEN_PIPE
-    assert redirected == [1, 2]

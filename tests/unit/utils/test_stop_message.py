@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from adora_vl.utils.stop_message import stop_message, stop_message_with_checkpoint
+from adora_vl.utils.stop_message import stop_message_with_checkpoint
 
 
 def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkpoint():
@@ -21,9 +21,3 @@ def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkp
         "step 1: the key has ended; renew it, and go on with --resume_from_checkpoint "
         "run/checkpoint-0"
     )
-
-
-def test_a_run_that_a_step_ends_says_where_the_same_command_begins():
-    """Four steps are done, and the fifth has raised."""
-    line = stop_message(4, "KeyError: 'x'", "the same command goes on from checkpoint-4")
-    assert line == "step 5: KeyError: 'x'; the same command goes on from checkpoint-4"
