@@ -145,7 +145,7 @@ class Adora(Method):
         return first_step <= step < end_step
 
     @property
-    def plain(self) -> bool:
+    def keeps_trl_advantages(self) -> bool:
         is_factor_one = set(as_schedule(self.factor).values) == {1.0}
         return self.mode == "off" or is_factor_one
 
@@ -381,8 +381,8 @@ def _compare_correct_with_wrong(
     Args:
         groups: whole groups.
         options: those of the method; `empty_wrong` and `ties` are read.
-        measure_PG: what is compared, one number for each of G rollouts: its length, or its net
-            claims.
+        measure_PG: what is compared, one number for each of G rollouts: its length in tokens, or
+            its net claims, which are its true and new claims about the figure less its false ones.
     """
     mean_without_wrong = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)

@@ -282,11 +282,13 @@ class Daro(Method):
         daro_weights.update(losses_M, is_present_M)
         return weighted_PG.to(advantages_PG.device)
 
-    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+    def groups_with_signal(
+        self, groups: Groups, has_signal_P: Tensor, run: AdvantagePipeline
+    ) -> Tensor:
         if not self.drop_outside:
-            return signal_P
+            return has_signal_P
         bins_P = assign_bins(groups.pass_rate_P, groups.rewards_PG.shape[1])
-        return signal_P & (bins_P != OUTSIDE_ALL_BINS)
+        return has_signal_P & (bins_P != OUTSIDE_ALL_BINS)
 
     def check(self, keys: RunKeys) -> None:
         if self.by_bin_tokens and keys.loss_type != "dapo":

@@ -144,7 +144,7 @@ class Grpo(Method):
     """GRPO: the advantages of TRL, unchanged."""
 
     source = "arXiv 2402.03300"
-    plain = True
+    keeps_trl_advantages = True
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ class Dapo(Method):
     )
 
     @property
-    def remakes(self) -> bool:
+    def starts_from_rewards(self) -> bool:
         return self.overlong_cache is not None
 
     @property
-    def plain(self) -> bool:
+    def keeps_trl_advantages(self) -> bool:
         return not self.drop_constant and self.overlong_cache is None
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
@@ -209,9 +209,11 @@ class Dapo(Method):
                 advantages_PG = advantages_PG * (tokens_PG.sum() / tokens_in_mean)
         return advantages_PG
 
-    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+    def groups_with_signal(
+        self, groups: Groups, has_signal_P: Tensor, run: AdvantagePipeline
+    ) -> Tensor:
         if self.overlong_cache is None:
-            return signal_P
+            return has_signal_P
         return ~is_constant(self._penalized_rewards(groups, run, self.overlong_cache))
 
     def _penalized_rewards(

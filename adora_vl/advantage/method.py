@@ -73,8 +73,7 @@ class Method:
     The fields of its dataclass are its options, each declared by `option`. Users write subclasses
     too (`adora_method: FILE.py:NAME`). A subclass may check further in `__post_init__`, and raises
     a `ValueError` that begins with the name of the option. `settings` has the keys of TRL that
-    belong to the method, `source` its paper. A method with `remakes` computes advantages from the
-    rewards, and ignores those of the methods before it.
+    belong to the method, `source` its paper.
     """
 
     settings: ClassVar[TrlKeys] = {}  # TRL's keys that belong to it
@@ -100,12 +99,12 @@ class Method:
                     )
 
     @property
-    def remakes(self) -> bool:
+    def starts_from_rewards(self) -> bool:
         """Whether it computes advantages from the rewards and ignores those of earlier methods."""
         return False
 
     @property
-    def plain(self) -> bool:
+    def keeps_trl_advantages(self) -> bool:
         """Whether it leaves every advantage as TRL computed it, for any rewards."""
         return False
 
@@ -119,18 +118,21 @@ class Method:
         """
         return advantages_PG
 
-    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+    def groups_with_signal(
+        self, groups: Groups, has_signal_P: Tensor, run: AdvantagePipeline
+    ) -> Tensor:
         """Return which groups get an advantage other than 0, so that they can be learned from.
 
         Args:
             groups: some groups. The answer for one must not depend on the others.
-            signal_P: what the earlier methods returned, bool, (P,).
+            has_signal_P: what the earlier methods returned, bool, (P,).
             run: the pipeline that calls this, with the settings of the run.
 
         Returns a bool tensor, (P,).
         """
-        if not self.remakes:  # it changes earlier advantages, and none of them to or from 0
-            return signal_P
+        if not self.starts_from_rewards:
+            # It changes earlier advantages, and none of them to or from 0.
+            return has_signal_P
         # It computes advantages anew and ignores earlier ones, so zeros serve as well as any.
         ignored_PG = torch.zeros_like(groups.rewards_PG)
         return self.apply(groups, ignored_PG, run).any(dim=1)

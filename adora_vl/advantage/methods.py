@@ -70,7 +70,7 @@ class AdvantagePipeline:
     @property
     def keeps_trl_advantages(self) -> bool:
         """Whether no method changes TRL's advantages, which then stay the same to the bit."""
-        return all(method.plain for method in self.methods.values())
+        return all(method.keeps_trl_advantages for method in self.methods.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
         """Return ADORA's weight of each group and the verdicts that it follows from.
@@ -94,7 +94,7 @@ class AdvantagePipeline:
         # Equal rewards give equal advantages, which are 0.
         has_signal_P = groups.rewards_differ_P
         for method in self.methods.values():
-            has_signal_P = method.signal(groups, has_signal_P, self)
+            has_signal_P = method.groups_with_signal(groups, has_signal_P, self)
         return has_signal_P & groups.has_reward_PG.any(dim=1)
 
     def compute_advantages(self, groups: Groups, trl_advantages_PG: Tensor) -> Tensor:

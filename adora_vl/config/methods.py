@@ -192,8 +192,7 @@ def build_methods(
             )
         )
     for configured in configured_methods[1:]:
-        # `remakes`: the method computes advantages from the rewards, whatever they are so far.
-        if configured.method.remakes:
+        if configured.method.starts_from_rewards:
             raise UserError(
                 f"adora_method: {'+'.join(options_by_name)}: "
                 f"{name_without_file(configured.entry)} starts "
@@ -329,7 +328,10 @@ def check_methods(config: AdoraGRPOConfig) -> None:
         )
     for name, method in config.methods.by_name.items():
         # A method that starts from the rewards gets their sum.
-        if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
+        if (
+            method.starts_from_rewards
+            and config.multi_objective_aggregation != "sum_then_normalize"
+        ):
             raise UserError(
                 f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one "
                 "reward each"

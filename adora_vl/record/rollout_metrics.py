@@ -86,8 +86,8 @@ class TieNotice:
         # The criterion `working` compares numbers of true steps instead of tokens. They are small,
         # so their ties are common, and no reason for a notice.
         compares_length = "working" not in options.criteria
-        # With `plain` the factor is always 1, so no group loses weight by a tie.
-        attenuates = options.mode == "attenuation" and not options.plain
+        # If TRL's advantages are kept the factor is always 1, so no group loses weight by a tie.
+        attenuates = options.mode == "attenuation" and not options.keeps_trl_advantages
         self._is_silent = not (prints and attenuates and compares_length)
         self._groups_that_may_tie = 0
         self._tied_groups = 0

@@ -50,7 +50,7 @@ class Canon(Method):
     the group.
     """
 
-    remakes = True  # it starts from the rewards, so it stands first
+    starts_from_rewards = True  # so it stands first
     settings: ClassVar[dict[str, object]] = {
         "loss_type": "dr_grpo",
         "scale_rewards": "none",

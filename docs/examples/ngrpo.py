@@ -27,7 +27,7 @@ class Ngrpo(Method):
     `virtual: 0` is GRPO.
     """
 
-    remakes = True  # it starts from the rewards, so it stands first
+    starts_from_rewards = True  # so it stands first
     settings: ClassVar[dict[str, object]] = {"epsilon": 0.16, "epsilon_high": 0.24}
     source = "arXiv 2509.18851"
 
