@@ -190,7 +190,11 @@ def predict_memory(setup: MemorySetup, gpu_bytes: int) -> MemoryPrediction:
     gathered = {"gathered weights": model_state.gathered_weights}
     all_gradients = {"gradients": model_state.gradients}
     # While the policy learns, the engine may sleep.
-    resident = {**_resident_bytes(model_state), **_engine_while_learning(setup, engine)}
+    engine_sleeps = setup.engine is not None and setup.engine.sleep
+    resident = {
+        **_resident_bytes(model_state),
+        **_engine_while_learning(engine, sleeps=engine_sleeps),
+    }
     before_pass = {**resident, **gathered, **pixels, **features}
     recomputed = recomputed_layers(
         setup, gpu_bytes, held_bytes=sum(before_pass.values()) + model_state.gradients
@@ -498,12 +502,12 @@ def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:
     }
 
 
-def _engine_while_learning(setup: MemorySetup, engine: EngineMemory | None) -> dict[str, int]:
+def _engine_while_learning(engine: EngineMemory | None, *, sleeps: bool) -> dict[str, int]:
     """Return the memory of an engine while the policy learns, in bytes by component.
 
     It is the same as while it samples, unless the engine sleeps. Empty without an engine.
     """
-    if setup.engine is not None and setup.engine.sleep:
+    if sleeps:
         return {"engine asleep": SLEEPING_ENGINE_BYTES}
     return _engine_awake(engine)
 

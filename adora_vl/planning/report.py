@@ -301,8 +301,9 @@ def report_values(plan: DryRunPlan) -> dict[str, Any]:
     prediction = plan.prediction
     schedule = enum_value(plan.run.config.lr_scheduler_type)
     batches = plan.run.layout
-    max_image_tokens = max(0, plan.max_image_tokens)
-    image_tokens = what_fits.largest_image_tokens(plan.setup, plan.gpu_bytes, max_image_tokens)
+    image_tokens = what_fits.largest_image_tokens(
+        plan.setup, plan.gpu_bytes, room=plan.max_image_tokens
+    )
     return {
         "changed": changed_keys(plan),
         "batches": {

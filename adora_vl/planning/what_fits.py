@@ -83,7 +83,7 @@ def largest_image_tokens(setup: MemorySetup, gpu_bytes: int, room: int = MAX_IMA
     """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
     The text of the prompts stays the same. The number is 0 if no image fits. `room`: the most image
-    tokens that the context has room for.
+    tokens that the context has room for; below 1 there is room for none.
     """
     text_tokens = setup.batch.prompt_tokens - setup.batch.image_tokens
     limit = min(room, MAX_IMAGE_TOKENS)

@@ -198,17 +198,17 @@ def _held_out_result(folder: Path) -> str | None:
     Where the model before the training has a score on the same benchmark (in `before/`), the line
     has the change. None where the run's folder has no score.
     """
-    score_after = _read_score(folder / SCORE_FILE_AFTER)
-    if score_after is None:
+    file_after = _read_score_file(folder / SCORE_FILE_AFTER)
+    if file_after is None:
         return None
-    score = score_after.score
+    score = file_after.score
     # such as `40 of 512 problems`
     count = f"{describe_scored_part(score) or score['total']} {count_noun([score])}"
     title = f"held-out accuracy, {scored_dataset_name(score)}"
-    score_before = _read_score(folder / SCORE_FILE_BEFORE)
+    file_before = _read_score_file(folder / SCORE_FILE_BEFORE)
     change = None
-    if score_before is not None and score_before.benchmark == score_after.benchmark:
-        change = accuracy_difference([score_before], [score_after])
+    if file_before is not None and file_before.benchmark == file_after.benchmark:
+        change = accuracy_difference([file_before], [file_after])
     # There is no score before, it is of another benchmark, or no problem is in both.
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
@@ -217,7 +217,7 @@ def _held_out_result(folder: Path) -> str | None:
     return f"{title} {_share_change_text(change)} ({basis})"
 
 
-def _read_score(file: Path) -> ScoreFile | None:
+def _read_score_file(file: Path) -> ScoreFile | None:
     """Return a score file; None where there is none that can be read."""
     try:
         return read_run(str(file)) if file.is_file() else None

@@ -112,10 +112,11 @@ def private_shared_memory() -> Iterator[None]:
     """
     prefix = f"adora-{os.getppid()}"
     communicator_class = cpu_communicator._CPUSHMDistributed
-    stock_name = communicator_class.make_group_name
+    make_stock_name = communicator_class.make_group_name
 
     def make_group_name(communicator: Any) -> str:
-        return f"/{prefix}-{stock_name(communicator).replace('/', '')}"
+        stock_name = make_stock_name(communicator).replace("/", "")
+        return f"/{prefix}-{stock_name}"
 
     try:
         with compat.SHARED_MEMORY.replaced_by(staticmethod(make_group_name), on=communicator_class):

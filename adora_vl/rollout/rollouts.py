@@ -28,8 +28,8 @@ class StepKey:
     """Optimizer steps that have been made."""
     micro: int
     """Micro-batches of the present optimizer step that come before it."""
-    attempt: int = 0
-    """0, or the round of further problems."""
+    refill_round: int = 0
+    """The round of further problems that replace groups without signal, from 1; 0 before them."""
 
     @property
     def position(self) -> str:
@@ -39,8 +39,8 @@ class StepKey:
     @property
     def name(self) -> str:
         """The name among all batches of a run, such as `train/12/0`, or `train/12/0/1`."""
-        attempt = f"/{self.attempt}" if self.attempt else ""
-        return f"{self.mode}/{self.position}{attempt}"
+        suffix = f"/{self.refill_round}" if self.refill_round else ""
+        return f"{self.mode}/{self.position}{suffix}"
 
 
 class FinishReason(StrEnum):

@@ -33,7 +33,7 @@ class Generation:
 
         The number of the round, from 1, is part of the seeds of its rollouts.
         """
-        return replace(self, key=replace(self.key, attempt=round_number))
+        return replace(self, key=replace(self.key, refill_round=round_number))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

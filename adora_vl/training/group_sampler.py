@@ -59,7 +59,7 @@ class PromptReader:
         if self._last_prompts is None or problems != self._last_problems:
             rows = [group.row for group in group_of_rollout]
             # Prompts of a refill must not empty the image bank: the batch still needs its images.
-            is_refill = generation.key.attempt > 0
+            is_refill = generation.key.refill_round > 0
             self._last_prompts = self.images.prompts(rows, generation.key.mode, refill=is_refill)
             self._last_problems = problems
         return self._last_prompts

@@ -268,7 +268,7 @@ class Pool:
         """
         rank = self.accelerator.process_index
         key = generation.key
-        seed = f"{self.config.seed}/{key.position}/{key.attempt}/{rank}"
+        seed = f"{self.config.seed}/{key.position}/{key.refill_round}/{rank}"
         return schedule.draw_refill_rows(len(self.rows), count, seed)
 
     def count_spare_groups(self) -> int:

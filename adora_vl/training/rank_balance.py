@@ -72,13 +72,13 @@ def plan_moves(
     subgroup_count = sum(map(len, undealt_by_rank))
     rounds = max(min_subgroups, math.ceil(subgroup_count / len(undealt_by_rank)))
     moves = []
-    for later_rounds in reversed(range(rounds)):
-        moves += _deal_round(undealt_by_rank, later_rounds)
+    for round_number in range(1, rounds + 1):
+        moves += _deal_round(undealt_by_rank, remaining_rounds=rounds - round_number)
     return moves
 
 
 def _deal_round(
-    undealt_by_rank: list[list[SubgroupOnRank]], later_rounds: int
+    undealt_by_rank: list[list[SubgroupOnRank]], remaining_rounds: int
 ) -> list[SubgroupMove]:
     """Deal a subgroup to each rank, all about equally long, and return those that change the rank.
 
@@ -88,7 +88,7 @@ def _deal_round(
     2. A rank with shorter subgroups gets the longest one that is left on any rank, if that is
        better than its own (`_source_of_longer_subgroup`). Otherwise it keeps its own.
     3. A rank without subgroups gets one from the rank that has most, if that rank has more than it
-       can process in the later rounds.
+       can process in the remaining rounds.
 
     For example, rank 0 has subgroups of 90 and 88 tokens, rank 1 has 50 and 49, and one round
     follows. Rank 0 keeps 90 by rule 1. Rank 1 gets 88 by rule 2, which is a move.
@@ -96,7 +96,7 @@ def _deal_round(
     Args:
         undealt_by_rank: for each rank its subgroups that were not dealt yet, the longest first.
             Dealt subgroups are removed from these lists.
-        later_rounds: how many rounds follow this one.
+        remaining_rounds: how many rounds follow this one.
     """
     longest = max((subgroups[0].tokens for subgroups in undealt_by_rank if subgroups), default=0)
     min_tokens = MIN_LENGTH_RATIO * longest
@@ -123,7 +123,7 @@ def _deal_round(
             ranks_without_subgroups.append(rank)
     for rank in ranks_without_subgroups:
         source = _rank_with_most_subgroups(undealt_by_rank)
-        if len(undealt_by_rank[source]) > later_rounds:
+        if len(undealt_by_rank[source]) > remaining_rounds:
             subgroup = undealt_by_rank[source].pop(0)
             moves.append(SubgroupMove(source=source, subgroup=subgroup.number, target=rank))
     return moves

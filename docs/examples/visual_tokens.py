@@ -219,7 +219,7 @@ class VisualTokens(Extension):
         """Turn the advantages of a generation, (B,), into those of its tokens, (B, C)."""
         # Rollouts of groups without signal are not compared: nothing is learned from them.
         live_B = rows_of_rank(advantages.has_signal_N, self.context.accelerator)
-        seed = f"{self.context.config.seed}/{generation.key.position}/{generation.key.attempt}"
+        seed = f"{self.context.config.seed}/{generation.key.position}/{generation.key.refill_round}"
         self.weigh(batch, live_B, seed)
 
     def weigh(self, batch: Batch, live_B: Tensor, seed: str) -> None:

@@ -156,10 +156,11 @@ def results_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
     return figures
 
 
-def test_the_recipes_old_pass_is_over_half_of_what_stock_trls_is(tmp_path):
-    """Stock scores every rollout before it learns, ours those of the second update alone.
+def test_old_log_probabilities_are_computed_for_half_as_many_rollouts_as_by_stock_trl(tmp_path):
+    """Stock TRL computes them for all rollouts of a generation, which has two updates here.
 
-    The frozen tower's one pass is in either.
+    The trainer does so for the rollouts of the second update alone. Both also have the one pass of
+    the frozen vision tower in the phase `generation`.
     """
     ours = results_of_two_updates(tmp_path, "ours")["flops"]
     stock = results_of_two_updates(tmp_path, "stock")["flops"]

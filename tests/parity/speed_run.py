@@ -138,7 +138,7 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
             generation: Generation, unscored_groups: Any, scored_groups: Any
         ) -> None:
             log_scored(generation, unscored_groups, scored_groups)
-            if not generation.key.attempt:  # a batch that refills the pool is a later attempt
+            if generation.key.refill_round == 0:  # no batch that refills the generation
                 processed = self.parts.images._cache.processed
                 self.images_processed.append(processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)

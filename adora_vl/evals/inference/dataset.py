@@ -197,7 +197,7 @@ def _check_rows(loaded: _LoadedRows, describe_fault: Callable[[Row], str | None]
 
 
 def _rename_columns_and_find_images(loaded: _LoadedRows, layout: DataLayout) -> _LoadedRows:
-    """Return the rows with our names of their columns, and with the folder that has their images."""
+    """Return the rows with our names of their columns, and the folder that has their images."""
     rows = [
         {layout.our_names.get(name, name): value for name, value in row.items()}
         for row in loaded.rows

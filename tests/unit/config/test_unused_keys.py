@@ -74,9 +74,9 @@ def unused_key_lines(
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
-    """Every key of TRL and Transformers is read, noted as unused, or refused, and one of these alone.
+    """Every key of TRL and Transformers is read, noted as unused, or refused.
 
-    Only `accelerator_config` is both read and refused: some of its entries are refused.
+    Only `accelerator_config` is in two of these sets: it is read, and some entries are refused.
     """
     may_be_unused = {key for group in _CONDITIONAL_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}

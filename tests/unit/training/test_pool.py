@@ -887,18 +887,18 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
     mode=sampled_from(["train", "eval"]),
     step=integers(0, 10**6),
     micro=integers(0, 999),
-    attempt=integers(0, 9),
+    refill_round=integers(0, 9),
 )
-def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt):
+def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, refill_round):
     """A `StepKey` seeds random numbers by its text, so with other texts a resumed run would differ.
 
-    `attempt` counts the rounds in which groups without signal are replaced.
+    `refill_round` counts the rounds in which groups without signal are replaced.
     """
-    key = StepKey(mode=mode, step=step, micro=micro, attempt=attempt)
+    key = StepKey(mode=mode, step=step, micro=micro, refill_round=refill_round)
     assert key.position == f"{step}/{micro}"
     expected_name = f"{mode}/{step}/{micro}"
-    if attempt:
-        expected_name += f"/{attempt}"
+    if refill_round:
+        expected_name += f"/{refill_round}"
     assert key.name == expected_name
 
 
@@ -1222,17 +1222,18 @@ def signal_in_share(share: float) -> Callable[[int, int], bool]:
     return has_signal
 
 
-def rounds_that_began_groups(run: SimulatedRun) -> set[int]:
-    """Return the rounds of the first generation in which groups have begun.
+def refill_rounds_of_new_groups(run: SimulatedRun) -> set[int]:
+    """Return the rounds of the first generation in which new groups were sampled.
 
     Round 0 samples the generation itself, and the later ones further problems.
     """
     rounds = set()
     for request in run.engine.all_requests:
-        is_new = len(request.prompt_ids) == 1  # one that goes on has tokens behind its prompt
+        # A prompt is one token. A rollout that is continued has its earlier tokens behind it.
+        is_new = len(request.prompt_ids) == 1
         if is_new:
-            problem: Any = request.group
-            rounds.add(problem.key.attempt)
+            assert isinstance(request.group, DrawnProblem)
+            rounds.add(request.group.key.refill_round)
     return rounds
 
 
@@ -1256,7 +1257,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
     assert run.log["adora/refilled_groups"] > 0
     further_rounds = len(run.engine.requests_of_calls) - 1
     assert further_rounds <= refill
-    assert rounds_that_began_groups(run) == set(range(further_rounds + 1))
+    assert refill_rounds_of_new_groups(run) == set(range(further_rounds + 1))
     with_signal = [has_signal(number, 0) for number in range(GROUPS_PER_GENERATION)].count(True)
     missing = GROUPS_PER_GENERATION - with_signal
     groups_of_first_round = min(
@@ -1281,7 +1282,7 @@ def test_no_group_is_replaced_where_nothing_has_signal_or_no_round_is_allowed(re
     run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
     assert run.sample_next().row_numbers == list(range(GROUPS_PER_GENERATION))
     assert len(run.engine.requests_of_calls) == 1 + refill
-    assert rounds_that_began_groups(run) == set(range(refill + 1))
+    assert refill_rounds_of_new_groups(run) == set(range(refill + 1))
     assert run.log.get("adora/refilled_groups", 0) == 0
 
 
@@ -1292,7 +1293,7 @@ def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
     """
     run = SimulatedRun(steps=3, budget=60, refill=4, has_signal=signal_in_share(0.3))
     row_numbers = run.sample_next().row_numbers
-    assert {0, 1} <= rounds_that_began_groups(run), "later rounds may only continue groups"
+    assert {0, 1} <= refill_rounds_of_new_groups(run), "later rounds may only continue groups"
     assert run.pool.state.waiting_groups
     further_numbers = {*row_numbers} - {*range(GROUPS_PER_GENERATION)}
     assert further_numbers, "some further problems have ended already"
