@@ -29,7 +29,7 @@ from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.scoring.files import metrics_in_training
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -431,7 +431,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         interval = (metrics[f"{name}_accuracy_low"], metrics[f"{name}_accuracy_high"])
         accuracy = percent_with_interval(metrics[f"{name}_accuracy"], interval)
         problem_count = task.problems_in_data or answered_count
-        problems_text = f"of {amount(problem_count, 'problem')}"
+        problems_text = f"of {pluralize(problem_count, 'problem')}"
         if answered_count < problem_count:
             problems_text = f"{answered_count} {problems_text} asked"
         print(f"step {step}: {name} {accuracy} right, {problems_text}", flush=True)

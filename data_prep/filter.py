@@ -36,7 +36,7 @@ from adora_vl.evals.prepared import GraderOptions, load
 from adora_vl.evals.records import Prediction
 from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hashing import content_hash
 
@@ -343,7 +343,7 @@ def filter_report(manifest: Manifest) -> str:
         f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"]
     )
     return (
-        f"{amount(summary['problems'], 'problem')}: {summary['kept']} kept with a pass rate of "
+        f"{pluralize(summary['problems'], 'problem')}: {summary['kept']} kept with a pass rate of "
         f"{keep}, {summary['below']} below and {summary['above']} above "
         f"({summary['never_solved']} never solved, {summary['always_solved']} always). Rows: {rows}"
     )

@@ -34,7 +34,7 @@ from adora_vl.evals.scoring.statistics import (
     wilson_interval,
 )
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import prompts_asked_for_tags
 
@@ -106,8 +106,8 @@ class Forecast:
         lines = []
         if self.problems_left_out:
             lines.append(
-                f"{amount(self.problems_left_out, 'problem')} left out: asked less often than the "
-                "others, or not at all"
+                f"{pluralize(self.problems_left_out, 'problem')} left out: asked less often than "
+                "the others, or not at all"
             )
         table = (
             ("groups with signal, of all", ShareOfGroups(self.tds.total, self.groups)),

@@ -24,7 +24,7 @@ from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.geometry.forms import LogicForm
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, rows_of_folders
 from data_prep.logic_forms import read_forms
@@ -111,8 +111,8 @@ def rows_of_redrawn_forms(path: Path, question_table: Path | None) -> dict[str, 
             readers_by_split[question.split].append(partial(_redrawn_problem, form, question))
     if undrawable_count:
         print(
-            f"{amount(undrawable_count, 'problem')} of {str(question_table)!r} left out: not all "
-            "points of the diagram have a place"
+            f"{pluralize(undrawable_count, 'problem')} of {str(question_table)!r} left out: not "
+            "all points of the diagram have a place"
         )
     return {
         split: SplitRows.from_readers(readers)

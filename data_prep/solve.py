@@ -21,7 +21,7 @@ from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.forms import LogicForm, read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.utils.cli import Commands, amount, integer_between, none_or, path, read_json
+from adora_vl.utils.cli import Commands, integer_between, none_or, path, pluralize, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value
@@ -293,7 +293,7 @@ def _status_counts(problems: Sequence[SolvedProblem], *, has_labels: bool) -> st
         """Return what the groups are sorted by; `False` comes before `True`."""
         return group[0].verdict.status != "answered", -len(group)
 
-    lines = [amount(len(problems), "problem")]
+    lines = [pluralize(len(problems), "problem")]
     for group in sorted(groups.values(), key=answered_and_frequent_first):
         verdict = group[0].verdict  # all verdicts of a group have this status and basis
         phrase = _PHRASE_BY_BASIS.get(verdict.basis, verdict.basis)
@@ -417,7 +417,7 @@ def _run_solve(arguments: argparse.Namespace) -> None:
     else:
         print(report_text(problems, has_labels=bool(labels)))
         if arguments.output is not None:
-            print(f"\n{arguments.output}: {amount(len(problems), 'line')}")
+            print(f"\n{arguments.output}: {pluralize(len(problems), 'line')}")
 
 
 def _forms_with_label(
@@ -432,7 +432,7 @@ def _forms_with_label(
         first_label = next(iter(labels))
         first_form = next(iter(forms))
         raise UserError(
-            f"golds: none of its {amount(len(labels), 'row')} is a problem of "
+            f"golds: none of its {pluralize(len(labels), 'row')} is a problem of "
             f"{str(facts_file)!r}; the first is {first_label!r}, and there {first_form!r}"
         )
     return labelled_forms

@@ -23,7 +23,7 @@ from adora_vl.geometry.figure import Verdict, figure_as_json
 from adora_vl.geometry.forms import LogicForm, points_in_term
 from adora_vl.geometry.shapes import parse_terms
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, draw_form
@@ -93,7 +93,7 @@ def rows_of_solvable_forms(
         read_row = partial(_solved_row, question, form=form, solution=solution)
         readers_by_split.setdefault(question.split, []).append(read_row)
     for reason, count in sorted(left_out_counts.items()):
-        print(f"{amount(count, 'problem')} left out: they {reason}")
+        print(f"{pluralize(count, 'problem')} left out: they {reason}")
     return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 

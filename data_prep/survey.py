@@ -36,7 +36,7 @@ from adora_vl.data.prompts import (
 from adora_vl.data.rows import fault_in_prompt, fault_in_row
 from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
-from adora_vl.utils.cli import amount, printable, quantile
+from adora_vl.utils.cli import pluralize, printable, quantile
 from adora_vl.utils.errors import UserError, in_one_line
 
 COUNTED_PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
@@ -331,13 +331,13 @@ def _fault_lines(survey: Survey) -> list[str]:
         expected_count = manifest_counts.get(split, split_survey.row_count)
         if expected_count != split_survey.row_count:
             lines.append(
-                f"wrong: the manifest counts {amount(expected_count, 'row')} of {split}, and there "
-                f"are {split_survey.row_count}; prepare the dataset again"
+                f"wrong: the manifest counts {pluralize(expected_count, 'row')} of {split}, and "
+                f"there are {split_survey.row_count}; prepare the dataset again"
             )
         if split_survey.repeated_ids:
             lines.append(
-                f"wrong: {amount(len(split_survey.repeated_ids), 'row')} of {split} with the id of "
-                f"an earlier row, such as {split_survey.repeated_ids[0]!r}, which a training "
+                f"wrong: {pluralize(len(split_survey.repeated_ids), 'row')} of {split} with the id "
+                f"of an earlier row, such as {split_survey.repeated_ids[0]!r}, which a training "
                 "refuses; give each row its own id"
             )
     for split in manifest_counts.keys() - survey.splits.keys():
@@ -385,14 +385,15 @@ def left_out_lines(manifest: Manifest) -> list[str]:
     lines = []
     if leaks.get("found"):
         lines.append(
-            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in "
+            f"leaks: {pluralize(leaks['found'], 'row')} with the diagram and question of a row in "
             f"another split; {leaks['dropped']} dropped from train"
         )
     lines += warning_lines(manifest)
     if quarantined.get("rows"):
         reasons = ", ".join(f"{reason} {count}" for reason, count in quarantined["reasons"].items())
         lines.append(
-            f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}"
+            f"quarantined: {pluralize(quarantined['rows'], 'row')} ({reasons}); see "
+            f"{QUARANTINE_NAME}"
         )
     return lines
 
@@ -515,7 +516,7 @@ def print_counts(output: Path, manifest: Manifest) -> None:
     """Print how many rows a preparation has stored, what it left out, and why."""
     row_counts = manifest["counts"]
     rows = ", ".join(
-        f"{split} {amount(row_counts[split], 'row')}" for split in SPLITS if split in row_counts
+        f"{split} {pluralize(row_counts[split], 'row')}" for split in SPLITS if split in row_counts
     )
     print(
         f"{output}: {rows}; look at it with `python -m data_prep inspect "

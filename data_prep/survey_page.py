@@ -20,7 +20,7 @@ from PIL import ImageOps
 from adora_vl.data.dataset import Row
 from adora_vl.data.images import open_picture, png_bytes
 from adora_vl.models.families import FAMILIES
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, naming_write_errors, replace_file
 from data_prep.survey import (
@@ -227,7 +227,7 @@ def render_page(survey: Survey) -> str:
     are a stranger's.
     """
     row_count = sum(split_survey.row_count for split_survey in survey.splits.values())
-    title = f"{survey.folder.resolve().name}: {amount(row_count, 'row')}"
+    title = f"{survey.folder.resolve().name}: {pluralize(row_count, 'row')}"
     figures = ""
     for plot_title, svg in draw_plots(survey).items():
         figures += (

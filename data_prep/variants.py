@@ -41,7 +41,7 @@ from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, short_answer
-from adora_vl.utils.cli import MAX_SEED, Commands, amount, integer_between, none_or, path
+from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path, pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output
@@ -193,7 +193,7 @@ def _variant_readers(
     with_fewer = sum(0 < count < options.per for count in counts_of_problems)
     if without_variant or with_fewer:
         print(
-            f"of {amount(len(counts_of_problems), 'problem')} {without_variant} have no variant "
+            f"of {pluralize(len(counts_of_problems), 'problem')} {without_variant} have no variant "
             f"and {with_fewer} fewer than {options.per}: other numbers fit no diagram that can be "
             "read"
         )

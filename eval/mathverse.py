@@ -46,7 +46,7 @@ from adora_vl.evals.scoring.response_text import without_markup
 from adora_vl.evals.scoring.score import accuracy_metric, groups_from_metadata
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.grade import grade as grade_as_in_training
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.openai_client import EndpointError
 
 TEXT_ONLY = "Text Only"
@@ -425,7 +425,7 @@ def _summary(
     )
     warnings: list[str] = []
     if n_several_letters:
-        references = amount(n_several_letters, "reference answer")
+        references = pluralize(n_several_letters, "reference answer")
         warnings.append(f"{references} with several letters, which no answer meets")
     note = "note: not the official score, which asks a judge whether an answer is right"
     if options.extraction == "judge":

@@ -42,7 +42,7 @@ from adora_vl.evals.scoring.number import extract_number
 from adora_vl.evals.scoring.score import build_extraction_item
 from adora_vl.rewards import grade as grade_as_in_training
 from adora_vl.rewards.completion import last_boxed
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 from .mathvision_value import evaluate_latex
@@ -413,8 +413,8 @@ def _summary(
     lines: list[str] = []
     if pids:
         lines.append(
-            f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
-            "one picture"
+            f"{pluralize(len(pids), 'question')} with several numbered images, which are the parts "
+            "of one picture"
         )
     return BenchmarkSummary(extra_keys={"several_parts": len(pids)}, lines=lines)
 

@@ -31,7 +31,7 @@ from adora_vl.evals.scoring.score import (
     build_extraction_item,
     describe_rule_set,
 )
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"options": ANY_VALUE, "answer": TEXT_VALUE, "subject": TEXT_VALUE}
@@ -174,8 +174,8 @@ def _summary(
     lines: list[str] = []
     if n_drawn and options.rules == "official":
         lines.append(
-            f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
-            "draws one at random"
+            f"note: {pluralize(n_drawn, 'answer')} without a letter, wrong here; the official "
+            "score draws one at random"
         )
     return BenchmarkSummary(extra_keys={"drawn": n_drawn}, lines=lines)
 

@@ -25,7 +25,7 @@ from adora_vl.evals.records import (
 from adora_vl.evals.scoring.score import groups_from_metadata
 from adora_vl.evals.variants import add_variants, get_original_id, variant_lines
 from adora_vl.rewards import grade as grade_as_in_training
-from adora_vl.utils.cli import amount, integer_between, none_or, text
+from adora_vl.utils.cli import integer_between, none_or, pluralize, text
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
 _METADATA_GROUPS = ("goal", "shapes", "family")
@@ -108,7 +108,7 @@ def _summary(
     n_unreadable = sum(graded.grade.reason.startswith("gold_") for graded in graded_answers)
     warnings: list[str] = []
     if n_unreadable:
-        references = amount(n_unreadable, "reference answer")
+        references = pluralize(n_unreadable, "reference answer")
         warnings.append(f"{references} cannot be graded against; see the items with a gold_ reason")
     return BenchmarkSummary(
         extra_keys={"unusable_golds": n_unreadable, "data_set": _describe_data(rows)},

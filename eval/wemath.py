@@ -29,7 +29,7 @@ from adora_vl.evals.scoring.score import (
     share_metric,
 )
 from adora_vl.evals.scoring.table import percent_with_interval
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 _PROMPT_TEMPLATE = """\
 Now, we require you to solve a multiple-choice math question. Please briefly describe your thought process and provide \
@@ -168,7 +168,7 @@ def _summary(
     incomplete_ids = ids - {problem.id for problem in complete}
     warnings: list[str] = []
     if incomplete_ids:
-        problems = amount(len(incomplete_ids), "problem")
+        problems = pluralize(len(incomplete_ids), "problem")
         warnings.append(
             f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )

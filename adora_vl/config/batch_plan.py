@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class BatchLayout:
         optimizer_steps = self.updates_per_generation
         plural = "" if optimizer_steps == 1 else "s"
         return (
-            f"{amount(self.prompts_per_generation, 'prompt')} per generation "
+            f"{pluralize(self.prompts_per_generation, 'prompt')} per generation "
             f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
             f"step in micro-batches of {self.global_batch} over all ranks, "
             f"{optimizer_steps:g} optimizer step{plural} a generation"
@@ -264,8 +264,8 @@ def check_row_count(layout: BatchLayout, rows: int) -> None:
     needed_rows = layout.prompts_per_generation
     if rows < needed_rows:
         raise UserError(
-            f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed_rows} prompts; "
-            "lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
+            f"dataset: {pluralize(rows, 'row')} cannot fill one generation of {needed_rows} "
+            "prompts; lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 _IMAGE_MARK = re.compile(
     # The first is the mark of a chat template, in rows that were made for another trainer.
@@ -68,7 +68,8 @@ def place_images(text: str, image_count: int) -> TextWithImages:
     if not any(numbers):
         if len(marks) != image_count:
             raise MisplacedImagesError(
-                f"has {len(marks)} {marks[0].group()} and the row {amount(image_count, 'image')}",
+                f"has {len(marks)} {marks[0].group()} and the row "
+                f"{pluralize(image_count, 'image')}",
                 remedy="give as many as images, or none",
             )
         placed_text = _IMAGE_MARK.sub(IMAGE_PLACEHOLDER, text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.problem import RowError
-from adora_vl.utils.cli import MultiLineUserError, amount, short_repr
+from adora_vl.utils.cli import MultiLineUserError, pluralize, short_repr
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
@@ -99,12 +99,14 @@ class Quarantine:
         # Leaks are no fault of the source. They are listed only where nothing else was refused.
         lists_leaks = self.unusable_count == 0
         if lists_leaks:
-            finding = f"input: all of {amount(rows, 'row')} are left out"
+            finding = f"input: all of {pluralize(rows, 'row')} are left out"
         reason_lines = []
         for reason, count in self.reason_counts.most_common():
             if reason != LEAK or lists_leaks:
                 first_fault = self._first_faults[reason]
-                reason_lines.append(f"{reason}: {amount(count, 'row')}, the first is {first_fault}")
+                reason_lines.append(
+                    f"{reason}: {pluralize(count, 'row')}, the first is {first_fault}"
+                )
         raise MultiLineUserError(
             [
                 finding,

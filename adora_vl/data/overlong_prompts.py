@@ -19,7 +19,7 @@ from adora_vl.data.prompt_lengths import (
     stored_image_sizes,
 )
 from adora_vl.data.token_counters import TokenCounter
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 OVERLONG_PROMPTS_KEY = "adora_overlong_prompts"
@@ -84,7 +84,7 @@ class LengthCheck:
     @property
     def all_fit_line(self) -> str:
         """The line to print where all prompts have room for their answers."""
-        total = f"{amount(len(self.lengths.prompt_tokens), 'prompt')}{self.dataset_suffix}"
+        total = f"{pluralize(len(self.lengths.prompt_tokens), 'prompt')}{self.dataset_suffix}"
         return (
             f"{self.limit.name} leaves all of {total} room for max_completion_length: "
             f"{self.limit.completion_tokens}"
@@ -107,7 +107,7 @@ class LengthCheck:
         *other_remedies, last_remedy = self._remedies(droppable)
         return (
             f"{self.limit.name} is too short for {len(self.too_long_indices)} of "
-            f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_suffix}: row "
+            f"{pluralize(len(prompt_tokens), 'prompt')}{self.dataset_suffix}: row "
             f"{self.lengths.ids[first_index]} has {first_length} tokens{image_clause}"
             f"{longest_clause}; "
             f"{', '.join(other_remedies)}{', or ' if other_remedies else ''}{last_remedy}"
@@ -154,7 +154,7 @@ class LengthCheck:
                 hint = f" ({limit.tokens_for(max(prompt_tokens))} would hold all of them)"
             lines.append(
                 f"{OVERLONG_PROMPTS_KEY}: drop leaves out {len(self.too_long_indices)} of "
-                f"{amount(len(prompt_tokens), 'row')}{self.dataset_suffix}, for whose prompts "
+                f"{pluralize(len(prompt_tokens), 'row')}{self.dataset_suffix}, for whose prompts "
                 f"{limit.name} is too short{hint}"
             )
         if self.cut_indices:
@@ -165,7 +165,7 @@ class LengthCheck:
             hint = ""
             if limit.raise_hint:
                 hint = f"; {limit.tokens_for(longest)} would leave room"
-            total = f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_suffix}"
+            total = f"{pluralize(len(prompt_tokens), 'prompt')}{self.dataset_suffix}"
             lines.append(
                 f"{limit.name} leaves {len(self.cut_indices)} of {total} less than "
                 f"max_completion_length: {limit.completion_tokens}, {limit.tokens - longest} at the "

@@ -8,7 +8,7 @@ import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER, find_control_token
-from adora_vl.utils.cli import amount, short_repr
+from adora_vl.utils.cli import pluralize, short_repr
 from adora_vl.utils.errors import UserError
 
 _TEXT_COLUMNS = ("id", "problem", "answer")
@@ -75,7 +75,7 @@ def _fault_in_text(text: str, image_count: int | None = None) -> str | None:
     if image_count is None or placeholder_count in (0, image_count):
         return None
     return (
-        f"has {placeholder_count} {IMAGE_PLACEHOLDER} with {amount(image_count, 'image')}; give "
+        f"has {placeholder_count} {IMAGE_PLACEHOLDER} with {pluralize(image_count, 'image')}; give "
         "one for each image, or none to have them before the text"
     )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.rewards.steps import FIGURE_COLUMN
 from adora_vl.utils.checks import Check, failed, passed, skipped
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.files import GIB, closest_existing
 from adora_vl.utils.open_files import (
     MORE_OPEN_FILES_REMEDY,
@@ -299,7 +299,7 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
     free = shutil.disk_usage(closest_existing(folder)).free
     facts = (
         f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
-        f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g} at once, "
+        f"{pluralize(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g} at once, "
         "the model, the record of the rollouts (adora_record_gb)"
     )
     if free < needed:
@@ -400,7 +400,7 @@ def check_builds(
     vllm_build = ""
     if use_vllm:
         vllm_build = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
-    facts = f"{torch_build}{vllm_build}, {amount(gpus, 'GPU')} visible"
+    facts = f"{torch_build}{vllm_build}, {pluralize(gpus, 'GPU')} visible"
     if use_cpu:
         return passed(title, f"{facts}; use_cpu: true")
     if gpus == 0:

@@ -27,7 +27,7 @@ from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import amount, integer_between, none_or
+from adora_vl.utils.cli import integer_between, none_or, pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder
 from adora_vl.utils.hub import notes_on_local_copy
@@ -235,11 +235,11 @@ def _print_summary(summary: InferenceSummary, *, n_left_out: int, predictions: P
     """
     exceptions = ""
     if summary.image_failed:
-        exceptions += f", {amount(summary.image_failed, 'image')} failed"
+        exceptions += f", {pluralize(summary.image_failed, 'image')} failed"
     if summary.too_long:
-        exceptions += f", {amount(summary.too_long, 'prompt')} too long"
+        exceptions += f", {pluralize(summary.too_long, 'prompt')} too long"
     if n_left_out:
-        left_out = amount(n_left_out, "problem")
+        left_out = pluralize(n_left_out, "problem")
         exceptions += f", {left_out} left out, whose facts do not suffice in words"
     n_answered = summary.pending - summary.missing
     print(
@@ -248,6 +248,6 @@ def _print_summary(summary: InferenceSummary, *, n_left_out: int, predictions: P
     )
     if summary.missing:
         raise UserError(
-            f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; "
-            "start the same command again, which asks for those alone"
+            f"base_url: {pluralize(summary.missing, 'answer')} of {summary.total} could not be "
+            "had; start the same command again, which asks for those alone"
         )

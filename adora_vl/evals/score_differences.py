@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from adora_vl.evals.score_files import ScoreFile
 from adora_vl.evals.scoring.statistics import difference_interval, mcnemar_p
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def problem_count_text(problem_ids: Sequence[str], noun: str = "problem") -> str
     `problem_ids` has the problem of each version; versions are left out where each problem has one.
     """
     n_problems = len(set(problem_ids))
-    text = amount(n_problems, noun)
+    text = pluralize(n_problems, noun)
     return text if n_problems == len(problem_ids) else f"{text} in {len(problem_ids)} versions"
 
 

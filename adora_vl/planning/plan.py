@@ -31,7 +31,7 @@ from adora_vl.planning.memory import (
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 
@@ -166,7 +166,7 @@ def _mixture_notes(run: ResolvedRun) -> list[str]:
     dataset_texts: list[str] = []
     for number, folder in enumerate(run.data.folders):
         rows = row_count(Path(folder), split)
-        text = f"{Path(folder).name} {amount(rows, 'row')}"
+        text = f"{Path(folder).name} {pluralize(rows, 'row')}"
         if mixture_shares is not None:
             text += f" at {mixture_shares[number]:.0%}"
         dataset_texts.append(text)
@@ -193,7 +193,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     consequence = ""
     if not larger_sizes:
         consequence = ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    total = amount(len(image_sizes), "picture")
+    total = pluralize(len(image_sizes), "picture")
     return [f"{len(larger_sizes)} of {total} are larger than the model sees them{consequence}"]
 
 

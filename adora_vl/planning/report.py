@@ -23,7 +23,7 @@ from adora_vl.preflight.check_machine import (
     build_lr_schedule,
     depends_only_on_step,
 )
-from adora_vl.utils.cli import amount, enum_value, quantile, report_section
+from adora_vl.utils.cli import enum_value, pluralize, quantile, report_section
 from adora_vl.utils.files import GIB
 
 
@@ -122,7 +122,7 @@ def batch_lines(plan: DryRunPlan) -> list[str]:
     are = "is" if prompts == 1 else "are"
     process_noun = "process" if processes == 1 else "processes"
     lines = [
-        f"{amount(prompts, 'prompt')} {are} sampled together, "
+        f"{pluralize(prompts, 'prompt')} {are} sampled together, "
         f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
         "generation.",
         f"An optimizer step learns from {batches.optimizer_batch} of them: "
@@ -136,7 +136,7 @@ def batch_lines(plan: DryRunPlan) -> list[str]:
     ]
     if config.save_strategy == "steps":
         lines.append(
-            f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}."
+            f"A checkpoint is saved every {pluralize(int(config.save_steps), 'optimizer step')}."
         )
     elif config.save_strategy == "epoch":
         lines.append("A checkpoint is saved after every epoch.")
@@ -179,11 +179,12 @@ def _epoch_lines(plan: DryRunPlan) -> list[str]:
     assert total is not None, "it is known where the rows are"
     # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    left_out = f"; {amount(remainder, 'row')} left out, others each time" if remainder else ""
+    left_out = f"; {pluralize(remainder, 'row')} left out, others each time" if remainder else ""
     verb = "makes" if rows == 1 else "make"
+    steps_text = pluralize(per_epoch, "optimizer step")
     return [
-        f"{amount(rows, 'row')} {verb} {amount(per_epoch, 'optimizer step')} an epoch{left_out}.",
-        f"The run takes {amount(total, 'optimizer step')}, {total / per_epoch:.3g} epochs.",
+        f"{pluralize(rows, 'row')} {verb} {steps_text} an epoch{left_out}.",
+        f"The run takes {pluralize(total, 'optimizer step')}, {total / per_epoch:.3g} epochs.",
     ]
 
 
@@ -212,7 +213,7 @@ def length_lines(plan: DryRunPlan) -> list[str]:
         )
     title = "Prompts (assumed)"
     if plan.rows:
-        title = f"Prompts ({amount(len(lengths.prompt_tokens), 'row')})"
+        title = f"Prompts ({pluralize(len(lengths.prompt_tokens), 'row')})"
     return report_section(title, lines)
 
 

@@ -26,7 +26,7 @@ from adora_vl.preflight.check_sampling import notes_on_filters
 from adora_vl.preflight.python_inputs import system_message_text
 from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.launch import single_process_note
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class ResolvedRun:
         """Return the lines that describe the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
-            problems = amount(self.data.rows, "training problem")
+            problems = pluralize(self.data.rows, "training problem")
         lines = [f"{problems}; {self.layout.describe()}"]
         note_on_processes = single_process_note()
         if note_on_processes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, read_template
 from adora_vl.record.manifest import data_name, describe_recipe, short_model_name
 from adora_vl.record.summary import metric_rows
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
@@ -104,9 +104,11 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     starts = manifest.get("starts") or [{}]
     origin = {key: manifest.get(key) for key in ("device", "commit")}
     origin |= {"started": starts[0].get("time"), "starts": len(starts)}
+    steps_text = pluralize(step, "step")
+    title = f"{short_model_name(name) or 'Model'}, {steps_text} of {describe_recipe(config)}"
     sections = [
         _front_matter(name, sees_images),
-        f"# {short_model_name(name) or 'Model'}, {amount(step, 'step')} of {describe_recipe(config)}",
+        f"# {title}",
         f"Trained with adora_vl to reason about {subject} by reinforcement learning (ADORA: arXiv "
         "2602.10019). The licence is that of the base model and of the data.",
         "## Load and prompt it",

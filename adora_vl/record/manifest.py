@@ -20,7 +20,7 @@ import torch
 from adora_vl.advantage import Adora, Schedule
 from adora_vl.checkpoint.run_files import MADE_BY, read_run_manifest
 from adora_vl.checkpoint.store import MANIFEST_FILE
-from adora_vl.utils.cli import amount, to_json_types
+from adora_vl.utils.cli import pluralize, to_json_types
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_json_object, replace_file
 from adora_vl.utils.own_files import name_without_file
@@ -496,7 +496,7 @@ def describe_run(manifest: Manifest) -> dict[str, str]:
     config = manifest["config"]
     data = manifest["data"]
     overlong_rows = data.get("overlong_rows_left_out")
-    rows_text = amount(data["rows"], "row")
+    rows_text = pluralize(data["rows"], "row")
     if overlong_rows:
         rows_text += f" without {overlong_rows} overlong ones"
     status = manifest["status"]

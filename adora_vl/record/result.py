@@ -22,7 +22,7 @@ from adora_vl.evals.scoring.table import percent_with_interval, scored_dataset_n
 from adora_vl.record.metrics import log_entry_kind
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files, read_record_file
 from adora_vl.record.shown_metrics import PASS_RATE_KEY
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 # Below the folder of a run: the score of its model, and of the model before the training.
@@ -136,7 +136,7 @@ def _change_with_interval(
         second=last_mean,
         low=max(-furthest, change - half_width),
         high=min(furthest, change + half_width),
-        over=f"{first_count} and {amount(last_count, samples.unit)}",
+        over=f"{first_count} and {pluralize(last_count, samples.unit)}",
     )
 
 

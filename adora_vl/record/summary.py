@@ -21,7 +21,7 @@ from adora_vl.record.progress import (
 from adora_vl.record.record_files import ROLLOUTS_FOLDER
 from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
 from adora_vl.record.shown_metrics import ACCURACY_KEY, METRIC_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
-from adora_vl.utils.cli import amount, enum_value, to_json_types, yaml_line
+from adora_vl.utils.cli import enum_value, pluralize, to_json_types, yaml_line
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
@@ -160,7 +160,7 @@ def summary_lines(
         command: the command that started the run; empty where it is not known.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
-    lines = ["", f"Trained {amount(steps_taken, 'step')} in {duration_text(seconds)}."]
+    lines = ["", f"Trained {pluralize(steps_taken, 'step')} in {duration_text(seconds)}."]
     warning = no_signal_warning(history)
     if warning is not None:
         lines += ["", f"warning: {warning}"]

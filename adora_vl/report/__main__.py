@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import Parser, amount, exit_code_of, integer_between, number_between, path
+from adora_vl.utils.cli import (
+    Parser,
+    exit_code_of,
+    integer_between,
+    number_between,
+    path,
+    pluralize,
+)
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for view in views:
             rollouts = sum(len(group["rollouts"]) for group in view.groups)
-            metrics = amount(len(view.metrics), "line")
+            metrics = pluralize(len(view.metrics), "line")
             print(
-                f"{view.name}: {metrics} of metrics, {amount(rollouts, 'rollout')}",
+                f"{view.name}: {metrics} of metrics, {pluralize(rollouts, 'rollout')}",
                 *view.notes,
                 sep="; ",
             )

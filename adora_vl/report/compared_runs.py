@@ -10,7 +10,7 @@ from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.table import scored_dataset_name
 from adora_vl.rewards.entries import normalize_reward_entries
-from adora_vl.utils.cli import amount, with_dotted_keys
+from adora_vl.utils.cli import pluralize, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import escapes_folder, refuse_escaping_links
 
@@ -84,7 +84,7 @@ class RunSet:
     @property
     def recipe(self) -> str:
         """Return the recipe and the number of seeds: `GRPO, 3 seeds`."""
-        return f"{self.runs[0].recipe}, {amount(len(self.runs), 'seed')}"
+        return f"{self.runs[0].recipe}, {pluralize(len(self.runs), 'seed')}"
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.record_files import RecordFile, read_record_file
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 _COLUMNS = [
     "step",
@@ -148,7 +148,7 @@ def _signal_sentence(groups: Sequence[GroupSummary]) -> str:
     """
     differing_count = sum(group.rewards_differ for group in groups)
     learned_though_equal = sum(group.has_signal and not group.rewards_differ for group in groups)
-    total = amount(len(groups), "recorded group")
+    total = pluralize(len(groups), "recorded group")
     share = _percent(differing_count / len(groups))
     if learned_though_equal > 0:
         return (

@@ -31,7 +31,7 @@ from adora_vl.report.conversation import TurnReader
 from adora_vl.report.run_summary import advantages_differ, summarise_run
 from adora_vl.report.weight_reason import weight_reason
 from adora_vl.rewards.grade import compare_parts
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import escapes_folder, refuse_escaping_links
 
@@ -417,6 +417,7 @@ def encode_images(
                 uri_by_name[name] = f"data:image/png;base64,{content}"
         if n_links_out:
             view.notes.append(
-                f"{amount(n_links_out, 'diagram')} left out: a link leads out of the run's folder."
+                f"{pluralize(n_links_out, 'diagram')} left out: a link leads out of the run's "
+                "folder."
             )
     return uri_by_name, n_over_limit

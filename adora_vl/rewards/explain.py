@@ -30,7 +30,7 @@ from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
-from adora_vl.utils.cli import amount as amount_of
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_users_file
 
@@ -130,7 +130,7 @@ def explain_grade(
     lines: list[str] = []
     if final_response != response:
         thinking_chars = len(response) - len(final_response)
-        lines.append(f"thinking   {amount_of(thinking_chars, 'character')} set aside")
+        lines.append(f"thinking   {pluralize(thinking_chars, 'character')} set aside")
     extracted = "(no complete box)"
     if result.extracted is not None:
         extracted = _printable(result.extracted)

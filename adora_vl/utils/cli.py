@@ -120,7 +120,7 @@ def exit_code_of_broken_pipe() -> int:
     return EXIT_BROKEN_PIPE
 
 
-def amount(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Return a number with its noun, such as `1 row` or `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 

@@ -17,7 +17,7 @@ from adora_vl.evals.inference.requests import (
     EngineOptions,
     Unanswerable,
 )
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import (
     PLAIN_SAMPLING,
@@ -116,12 +116,12 @@ class EndpointEngine:
                 self._client.check_server("base_url")
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
-                f"{amount(len(replies), 'answer')}: {errors[0]}; what was answered before is "
+                f"{pluralize(len(replies), 'answer')}: {errors[0]}; what was answered before is "
                 "kept"
             )
         if errors:
             print(
-                f"warning: {amount(len(errors), 'call')} failed, the first: {errors[0]}",
+                f"warning: {pluralize(len(errors), 'call')} failed, the first: {errors[0]}",
                 file=sys.stderr,
             )
         return [None if isinstance(reply, EndpointError) else reply for reply in replies]

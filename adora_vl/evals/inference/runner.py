@@ -45,7 +45,7 @@ from adora_vl.evals.inference.requests import (
     Unanswerable,
 )
 from adora_vl.evals.records import Prediction, Problem
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import make_folder, naming_write_errors
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog
@@ -382,7 +382,7 @@ def _print_counts(n_problems: int, samples_per_problem: int, *, resumed: int, pe
 
     An example is `100 problems x 4 answers: 40 there already, 360 to do`.
     """
-    size = amount(n_problems, "problem")
+    size = pluralize(n_problems, "problem")
     if samples_per_problem > 1:
         size += f" x {samples_per_problem} answers"
     resumed_text = f"{resumed} there already, " if resumed else ""

@@ -23,7 +23,7 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import amount, integer_between, none_or, number_between, path, text
+from adora_vl.utils.cli import integer_between, none_or, number_between, path, pluralize, text
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
@@ -300,7 +300,7 @@ def ask_judge(
         )
     judge.check_server("judge_url")
     if failures:
-        rows = amount(len(failures), "row")
+        rows = pluralize(len(failures), "row")
         print(
             f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr
         )

@@ -14,7 +14,7 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.coverage import partial_score_notes
 from adora_vl.evals.scoring.score import find_benchmark_metrics
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import pluralize
 
 _MOST_GROUPS = 16  # of one kind in the table; the score file has all
 
@@ -96,7 +96,9 @@ def describe_scored_run(score: Score, summary: BenchmarkSummary) -> str:
         view_text = f", shown {DESCRIPTION_BY_VIEW.get(fields['view'], fields['view'])}"
     # Problems whose picture cannot be replaced by its facts in words.
     if fields.get("left_out"):
-        view_text += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
+        view_text += (
+            f", without {pluralize(fields['left_out'], 'problem')} whose facts do not suffice"
+        )
     return (
         f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view_text}, "
         f"{rules_text}"
@@ -166,7 +168,7 @@ def _answer_lines(score: Score) -> list[str]:
     # A score of an older version has no counts of thinking.
     thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
     if thinking["set_aside"]:
-        line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
+        line = f"thinking set aside: in {pluralize(thinking['set_aside'], 'answer')}"
         if thinking["without_answer"]:
             line += (
                 f", of which {thinking['without_answer']} have no answer behind it and count as "
@@ -225,19 +227,19 @@ def _warning_lines(score: Score, summary: BenchmarkSummary) -> list[str]:
     }
     for reason, count in count_by_reason.items():
         if count:
-            problems = amount(count, "problem")
+            problems = pluralize(count, "problem")
             lines.append(f"warning: {problems} not asked ({reason}), counted as wrong")
     if score.get("extraction_failed"):
-        answers = amount(score["extraction_failed"], "answer")
+        answers = pluralize(score["extraction_failed"], "answer")
         lines.append(f"warning: the judge failed on {answers}, counted as wrong")
     lines += [f"warning: {line}" for line in summary.warnings]
     n_incomplete = (score.get("samples") or {}).get("incomplete")
     if n_incomplete:
-        problems = amount(n_incomplete, "problem")
+        problems = pluralize(n_incomplete, "problem")
         lines.append(f"warning: {problems} without all answers, left out of avg@k and pass@k")
     if score["empty_responses"]:
-        lines.append(f"note: {amount(score['empty_responses'], 'empty answer')}")
+        lines.append(f"note: {pluralize(score['empty_responses'], 'empty answer')}")
     truncated = score["truncated"]
     if truncated and truncated["count"]:
-        lines.append(f"note: {amount(truncated['count'], 'answer')} cut off at the token limit")
+        lines.append(f"note: {pluralize(truncated['count'], 'answer')} cut off at the token limit")
     return lines

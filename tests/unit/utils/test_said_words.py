@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.utils.cli import amount, quantile, short_repr
+from adora_vl.utils.cli import pluralize, quantile, short_repr
 
 
 @given(st.integers(0, 10**9))
 def test_an_amount_is_singular_for_one_alone(count: int) -> None:
     """1 row, and 0 or 2 rows."""
-    text = amount(count, "row")
+    text = pluralize(count, "row")
 
     noun = "row" if count == 1 else "rows"
     assert text == f"{count} {noun}"
