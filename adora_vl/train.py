@@ -97,12 +97,12 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
         if refused_keys and isinstance(error, TypeError | ValueError):
             key = refused_keys[0]
             value = f"{without_secrets(init_kwargs)[key]!r:.60}"
-            reason = errors.in_one_line(error)
+            reason = errors.describe_error(error)
             raise UserError(
                 f"model_init_kwargs: {key}: {value} is refused by the model ({reason})"
             ) from error
         raise RunError(
-            f"the model or the engine could not be loaded ({errors.in_one_line(error)})"
+            f"the model or the engine could not be loaded ({errors.describe_error(error)})"
         ) from error
 
 

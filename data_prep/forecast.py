@@ -35,7 +35,7 @@ from adora_vl.evals.scoring.statistics import (
 )
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files
 from adora_vl.utils.cli import pluralize
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from data_prep.filter import prompts_asked_for_tags
 
 # Only so many groups of a recorded run are read: its start, where training has changed little yet.
@@ -267,7 +267,7 @@ def read_recorded_groups(run: Path) -> Groups:
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"attenuation: a file in {str(run / ROLLOUTS_FOLDER)!r} is no file of a run's record "
-            f"({in_one_line(error)})"
+            f"({describe_error(error)})"
         ) from error
     # A rollout without a reward, such as a truncated one, has a null in the record and NaN in a
     # tensor of rewards.

@@ -37,7 +37,7 @@ from adora_vl.data.rows import fault_in_prompt, fault_in_row
 from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import pluralize, printable, quantile
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 COUNTED_PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 MAX_GALLERY_ROWS = 48  # of all splits together, on the page
@@ -195,7 +195,7 @@ def _image_sizes(row: Row, row_in_words: str) -> list[tuple[int, int]]:
     except Exception as error:  # Pillow raises nearly anything on broken bytes
         raise UserError(
             f"{row_in_words}: image {len(sizes)} is not a stored picture "
-            f"({in_one_line(error)}); prepare the dataset again"
+            f"({describe_error(error)}); prepare the dataset again"
         ) from error
     return sizes
 

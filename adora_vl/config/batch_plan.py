@@ -265,7 +265,8 @@ def check_row_count(layout: BatchLayout, rows: int) -> None:
     if rows < needed_rows:
         raise UserError(
             f"dataset: {pluralize(rows, 'row')} cannot fill one generation of {needed_rows} "
-            "prompts; lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
+            "prompts; lower per_device_train_batch_size or steps_per_generation, or raise "
+            "num_generations"
         )
 
 

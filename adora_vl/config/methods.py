@@ -18,7 +18,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group
 from adora_vl.utils.call_guards import OverdueError, deadline
 from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.convert import convert, options_to_dict, refuse_unknown_options
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 from adora_vl.utils.own_files import (
     LOAD_TIMEOUT_S,
     LoadedObject,
@@ -380,7 +380,7 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
             )
     except (Exception, OverdueError) as error:
         raise UserError(
-            f"adora_method: {name}, tried before the run: {in_one_line(error)}"
+            f"adora_method: {name}, tried before the run: {describe_error(error)}"
         ) from error
     if not is_valid:
         raise UserError(

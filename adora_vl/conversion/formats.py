@@ -28,7 +28,7 @@ from adora_vl.conversion.problem import ROW_LOCATION
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, PositionedRecords, Table
 from adora_vl.conversion.webdataset import read_shard
 from adora_vl.data.images import describe_non_picture
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 if TYPE_CHECKING:
     from openpyxl.cell.read_only import ReadOnlyCell
@@ -117,7 +117,7 @@ def _user_errors_for(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeError, csv.Error, pa.ArrowException, tarfile.TarError) as error:
-        reason = in_one_line(error)
+        reason = describe_error(error)
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         raise UserError(
@@ -160,7 +160,7 @@ def _open_dataset(path: Path) -> Any:
         return Dataset.from_file(str(path))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"input: {str(path)!r} cannot be read ({in_one_line(error):.200}); save it again"
+            f"input: {str(path)!r} cannot be read ({describe_error(error):.200}); save it again"
         ) from error
 
 
@@ -211,7 +211,7 @@ def _rows_of_batches(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRec
             else:
                 bad_record = BadRecord(
                     reason="field_type",
-                    wrong=f"a value cannot be read ({in_one_line(error):.200})",
+                    wrong=f"a value cannot be read ({describe_error(error):.200})",
                     remedy=f"write it anew in {ROW_LOCATION}",
                 )
                 rows = [bad_record]
@@ -363,7 +363,7 @@ def _open_workbook(path: Path, columns: Columns) -> Table:
         headers = [_first_row(sheet) for sheet in sheets]
     except Exception as error:  # zipfile, the XML parser and openpyxl raise errors of their own
         raise UserError(
-            f"input: {str(path)!r} is no workbook that can be read ({in_one_line(error):.200})"
+            f"input: {str(path)!r} is no workbook that can be read ({describe_error(error):.200})"
         ) from error
     filled_sheets = [
         _Sheet(sheet, column_names=[str(name).strip() for name in header])

@@ -15,7 +15,7 @@ from adora_vl.conversion.columns import Columns, class_names, pick_columns, requ
 from adora_vl.conversion.pictures import ImageSource
 from adora_vl.conversion.records import PositionedRecords
 from adora_vl.conversion.tables import SPLIT_BY_NAME, OpenedDataset, SplitTable, open_local
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 from adora_vl.utils.hub import hub_unavailable_reason
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def open_hub(
     except UserError:
         raise
     except Exception as error:  # errors of the hub's library, of the network, of the file system
-        raise _unreachable_error(name, revision, no_hub_reason or in_one_line(error)) from error
+        raise _unreachable_error(name, revision, no_hub_reason or describe_error(error)) from error
     return OpenedDataset(
         format="hub", tables_by_split=tables, revision=commit, row_counts=row_counts
     )
@@ -93,7 +93,7 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
         )
         folder = Path(snapshot)
     except Exception as error:  # errors of the hub's library, of the network, of the file system
-        raise _unreachable_error(name, revision, no_hub_reason or in_one_line(error)) from error
+        raise _unreachable_error(name, revision, no_hub_reason or describe_error(error)) from error
     if next(folder.rglob("*.parquet"), None) is None:
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
@@ -171,7 +171,7 @@ def _read_stream(stream: IterableDataset, columns: Columns, location: str) -> Po
             yield f"row {number}", pick_columns(record, columns, names)
     except Exception as error:  # errors of the hub's library, of the network, of the file system
         raise UserError(
-            f"input: {location} broke off ({in_one_line(error):.300}); start again, what was "
+            f"input: {location} broke off ({describe_error(error):.300}); start again, what was "
             "loaded is kept"
         ) from error
 

@@ -14,7 +14,7 @@ from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.problem import ROW_LOCATION
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, PositionedRecords, Table
 from adora_vl.utils.cli import DuplicateKeyError, read_json, refuse_repeated_keys
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
 _KEEP_ONE = (
@@ -68,7 +68,7 @@ def _records_by_line(path: Path) -> PositionedRecords:
             except DuplicateKeyError as error:
                 record = BadRecord("given_twice", str(error), _KEEP_ONE)
             except (ValueError, RecursionError) as error:
-                wrong = f"it is not JSON ({in_one_line(error):.200})"
+                wrong = f"it is not JSON ({describe_error(error):.200})"
                 record = BadRecord("not_json", wrong, remedy)
             if isinstance(record, BadRecord):
                 record = replace(record, original=line)
@@ -190,7 +190,7 @@ def _records_in_object(path: Path, columns: Columns) -> PositionedRecords:
         content = json.loads(path.read_bytes(), object_pairs_hook=_object_with_unique_keys)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it"
+            f"input: {str(path)!r} is not JSON ({describe_error(error):.200}); mend it"
         ) from error
     # Pairs of a row's number or key, which messages name, and the row.
     items: Iterable[tuple[object, Any]] = [(1, content)]

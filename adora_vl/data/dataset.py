@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from adora_vl.data.images import png_bytes
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.files import read_json_object, refuse_dangling
 from adora_vl.utils.hashing import content_hash, file_sha256
 
@@ -421,7 +421,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
-        reason = in_one_line(cause)
+        reason = describe_error(cause)
         # An error without a number is not the disk's, but Arrow's, about the content of a file.
         if getattr(cause, "errno", None) is None:
             raise UserError(

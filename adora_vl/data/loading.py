@@ -32,7 +32,7 @@ from adora_vl.data.rows import (
     rows_without_pixels,
 )
 from adora_vl.data.shared_images import as_image_with_digest
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _decoded_or_unreadable(stored: dict[str, Any]) -> Any:
         return UnreadableImage(str(error))
     # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
     except Exception as error:
-        return UnreadableImage(in_one_line(error))
+        return UnreadableImage(describe_error(error))
 
 
 def only_decodes_rows(dataset: object) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from adora_vl.data.prompts import conversation, conversation_with_images
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -131,7 +131,7 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
             return _token_counts(processor, [text], add_special_tokens=False)[0]
         except Exception as error:  # a template raises what it likes
             raise UserError(
-                f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})"
+                f"train_dataset: the prompt {prompt!r:.80} is refused ({describe_error(error)})"
             ) from error
 
     def count(prompts: Sequence[Any], images: Sequence[int]) -> list[int]:

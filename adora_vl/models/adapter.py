@@ -18,7 +18,7 @@ from adora_vl.models.load import (
     model_hash,
     restore_adapter,
 )
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.hub import load_failure_reason, uses_local_files_only
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -160,7 +160,9 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
     try:
         config = PeftConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({in_one_line(error)}); copy it again") from error
+        raise UserError(
+            f"{file} cannot be read ({describe_error(error)}); copy it again"
+        ) from error
     if not config.base_model_name_or_path:
         raise UserError(
             f"{file} names no base_model_name_or_path; write the folder or hub id of the base there"

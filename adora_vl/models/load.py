@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN_FAMILIES_TEXT, sees_images
 from adora_vl.models.generation_config import repair_generation_config
-from adora_vl.utils.errors import RunError, UserError, in_one_line
+from adora_vl.utils.errors import RunError, UserError, describe_error
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import load_failure_reason, uses_local_files_only
 
@@ -244,7 +244,7 @@ def check_weights(key: str, name: str) -> None:
     except UserError:  # of `missing_names`
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        why = in_one_line(error)
+        why = describe_error(error)
         raise UserError(
             f"{key}: {str(file)!r} is damaged ({why}); copy or download it again"
         ) from error
@@ -345,7 +345,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
     except Exception as error:
         raise UserError(
             f"model_name_or_path: the processor of {model!r} cannot be loaded "
-            f"({in_one_line(error)}); save or download it again"
+            f"({describe_error(error)}); save or download it again"
         ) from error
 
 

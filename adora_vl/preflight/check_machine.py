@@ -14,7 +14,7 @@ from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
 from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import enum_value
 from adora_vl.utils.convert import check_finite
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.hub import hub_unavailable_reason
 from adora_vl.utils.open_files import check_open_files
 
@@ -109,7 +109,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
         if depends_only_on_step(schedule):
             schedule.lr_lambdas[0](optimizer_steps // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
-        reason = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
+        reason = f"does not fit lr_scheduler_type: {name} ({describe_error(error)})"
         raise UserError(f"lr_scheduler_kwargs: {kwargs} {reason}") from error
 
 
@@ -132,13 +132,13 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
     except ImportError as error:
         raise UserError(
-            f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch"
+            f"optim: {name} is not installed ({describe_error(error)}); use adamw_torch"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         # An optimizer that needs a model fails here without one, which says nothing against it.
         if not name.startswith(_OPTIMIZERS_THAT_NEED_A_MODEL):
             raise UserError(
-                f"optim: {name} cannot be used here ({in_one_line(error)}); use adamw_torch"
+                f"optim: {name} cannot be used here ({describe_error(error)}); use adamw_torch"
             ) from error
 
 

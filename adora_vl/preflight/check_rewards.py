@@ -24,7 +24,7 @@ from adora_vl.rollout.rollouts import RolloutGroup, StepKey, new_groups_of_rows,
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
 from adora_vl.tools.tries import nondeterminism_warnings
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.own_files import function_name
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _first_rows(
     try:
         return with_upright_rgb_images(list(islice(iter(data.train_dataset), 2)))
     except Exception as error:  # the decoders of images raise exceptions of any class
-        reason = in_one_line(error)
+        reason = describe_error(error)
         raise UserError(
             f"train_dataset: its first rows cannot be read ({reason}); mend them"
         ) from error

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.files import remove_partial, replacing_file
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -161,7 +161,7 @@ def read_record_file(file: RecordFile, columns: list[str] | None = None) -> pa.T
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the record's file {str(file.path)!r} cannot be read ({in_one_line(error)}); move it "
+            f"the record's file {str(file.path)!r} cannot be read ({describe_error(error)}); move it "
             f"out of the run, and the record lacks the steps {file.first_step} to {file.last_step} and no "
             "others"
         ) from error

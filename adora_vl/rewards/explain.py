@@ -29,8 +29,7 @@ from adora_vl.rewards.grade import (
 from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
-from adora_vl.utils.cli import pluralize
+from adora_vl.utils.cli import Parser, exit_code_of, pluralize, yaml_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_users_file
 

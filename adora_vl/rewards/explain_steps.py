@@ -15,7 +15,7 @@ from adora_vl.geometry.forms import LogicForm, read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import ClaimCheck, check_claims
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 _WORDS_BY_VERDICT: dict[ClaimVerdict, str] = {
     "new": "true, new",
@@ -46,7 +46,9 @@ def read_figure_file(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--figure: {str(path)!r} cannot be read ({in_one_line(error)})") from error
+        raise UserError(
+            f"--figure: {str(path)!r} cannot be read ({describe_error(error)})"
+        ) from error
     form = _parse_logic_form(text, path)
     if form is None:  # the file has a solved figure already
         return text
@@ -72,7 +74,7 @@ def _parse_logic_form(text: str, path: Path) -> LogicForm | None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--figure: {str(path)!r} is neither facts in words nor a logic form nor a stored "
-            f"figure ({in_one_line(error)})"
+            f"figure ({describe_error(error)})"
         ) from error
 
 

@@ -25,7 +25,7 @@ from adora_vl.utils.call_guards import (
     ending_forked_children,
     restoring_working_directory,
 )
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 _MAX_VALUE_CHARS = 60  # of a returned value in a message
 _MAX_REASON_CHARS = 200  # of an exception's text in a message
@@ -309,7 +309,7 @@ class _SafeFunction:
         rewards: list[float | None] = []
         for number, value in enumerate(check_returned_rewards(returned, count)):
             if isinstance(value, BaseException):
-                self.unscored[number] = in_one_line(value)[:_MAX_REASON_CHARS]
+                self.unscored[number] = describe_error(value)[:_MAX_REASON_CHARS]
                 rewards.append(None)
             else:
                 rewards.append(value)
@@ -422,7 +422,7 @@ def _describe_failure(
         code = "" if error.code is None else f"{error.code!r:.{_MAX_REASON_CHARS}}"
         reason = f"it called sys.exit({code}){location}"
     else:
-        reason = f"{in_one_line(error)[:_MAX_REASON_CHARS]}{location}"
+        reason = f"{describe_error(error)[:_MAX_REASON_CHARS]}{location}"
     return RewardFailure(name, _failed_rows(arguments, completion_index), reason)
 
 

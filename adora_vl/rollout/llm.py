@@ -38,7 +38,7 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.utils import compat
 from adora_vl.utils.convert import convert
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 LOAD_WITH_FIRST_SYNC = "adora_later"  # a value of vLLM's `load_format`
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
@@ -95,7 +95,7 @@ def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionPara
         params: RepetitionDetectionParams = convert(key, options, RepetitionDetectionParams)
     except VLLMValidationError as error:
         raise UserError(
-            f"{key}: {dict(options)} is not taken by vLLM ({in_one_line(error)}); give "
+            f"{key}: {dict(options)} is not taken by vLLM ({describe_error(error)}); give "
             'max_pattern_size and min_count, such as {"max_pattern_size": 32, "min_count": 8}'
         ) from error
     return params

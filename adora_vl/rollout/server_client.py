@@ -14,7 +14,7 @@ from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
-from adora_vl.utils.errors import EngineError, in_one_line
+from adora_vl.utils.errors import EngineError, describe_error
 from adora_vl.utils.http_client import is_this_machine
 from adora_vl.utils.secrets import without_login
 
@@ -144,7 +144,7 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
                     return
                 reason = f"it answers {response.status_code} to /health"
             except requests.RequestException as error:
-                reason = in_one_line(error)
+                reason = describe_error(error)
             if time.monotonic() >= deadline:
                 raise ConnectionError(f"{reason}, in {total_timeout:g} s")
             time.sleep(retry_interval)
@@ -169,7 +169,7 @@ def connect(addresses: Sequence[str], group_port: int, max_wait_s: float) -> lis
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
             public_address = without_login(address)[0]
             raise EngineError(
-                f"vllm_server_base_url: {public_address} cannot be used ({in_one_line(error)})"
+                f"vllm_server_base_url: {public_address} cannot be used ({describe_error(error)})"
             ) from error
         return client
 

@@ -31,7 +31,7 @@ from adora_vl.rollout.server_client import (
     TIMEOUTS_LEFT_OUT,
 )
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
-from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, describe_error
 
 _RETRY_INTERVAL_S = 2.0
 _RESTARTED_SERVER_ERROR = UnusableServerError(
@@ -279,7 +279,7 @@ class ServerPool:
         rest = "no server is left"
         if self.servers_in_use:
             rest = f"{len(self.servers_in_use)} of {len(self._servers)} servers go on"
-        reason = in_one_line(error)[:300]
+        reason = describe_error(error)[:300]
         tqdm.write(f"Server {server.address} is left out ({rest}): {reason}. {hint}".rstrip())
 
 
@@ -389,5 +389,5 @@ def _errors_by_server(
 
 def _no_server_message(last_error: Exception | None) -> str:
     """Return the message of a `NoServerError`, with the last error of a server if there is one."""
-    last = f"; the last one: {in_one_line(last_error)[:300]}" if last_error is not None else ""
+    last = f"; the last one: {describe_error(last_error)[:300]}" if last_error is not None else ""
     return f"no vLLM server is left{last}. Start one again"

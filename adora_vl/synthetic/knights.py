@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adora_vl.data.dataset import SPLITS, Row
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 PEOPLE_RANGE = (2, 8)  # the fewest and the most people in a puzzle
 PEOPLE_NAMES = (
@@ -351,7 +351,7 @@ def _read_records(file: Path) -> Iterator[dict[str, Any]]:
         yield from table.read(columns=[*_REFERENCE_COLUMNS]).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"input: {str(file)!r} cannot be read ({in_one_line(error)}); download it again"
+            f"input: {str(file)!r} cannot be read ({describe_error(error)}); download it again"
         ) from error
 
 
@@ -385,7 +385,7 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
         if find_solutions(claims) != [tuple(solution)]:
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"input: {origin}: {in_one_line(error)}; leave the row out") from error
+        raise UserError(f"input: {origin}: {describe_error(error)}; leave the row out") from error
     problem = record["quiz"].strip()
     if question == "box":
         problem += f" {_BOX_REQUEST.format(example=example_answer(names))}"

@@ -27,7 +27,7 @@ from adora_vl.utils.call_guards import (
     restoring_working_directory,
 )
 from adora_vl.utils.cli import refuse_repeated_keys
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.seeding import hash_to_int, keeping_random_state
 
 HIDDEN_PARAMETERS = ("images", "view")  # the run passes these; no model is told of them
@@ -89,7 +89,7 @@ def build_tool_schema(
     except Exception as error:  # Transformers raises errors of its own for an incomplete docstring
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
-            f"of its parameters is ({in_one_line(error)[:_MAX_ERROR_CHARS]})"
+            f"of its parameters is ({describe_error(error)[:_MAX_ERROR_CHARS]})"
         ) from error
     for parameter in parameters:
         # A model gives every argument by name.
@@ -176,7 +176,7 @@ def read_call(call_text: str) -> ToolCall:
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
-        _, _, fault = in_one_line(error).partition(": ")  # behind the name of the error's class
+        _, _, fault = describe_error(error).partition(": ")  # behind the name of the error's class
         raise CallError(f"the call is no JSON ({fault})") from None
     # A call has these two keys and no others.
     is_call = isinstance(call, dict) and isinstance(call.get("name"), str)

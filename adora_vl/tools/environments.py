@@ -15,7 +15,7 @@ from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import replace_surrogates, run_limited
 from adora_vl.types import Row
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from adora_vl.utils.own_files import function_name, load_from_file, source_hash
 
 ENVIRONMENT_KEY = "environment_factory"
@@ -208,7 +208,7 @@ class Environments:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise UserError(f"{label}: {in_one_line(error)}") from None
+            raise UserError(f"{label}: {describe_error(error)}") from None
 
 
 def build_environments(factory: object, seconds: float) -> Environments | None:

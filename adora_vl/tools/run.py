@@ -46,7 +46,7 @@ from adora_vl.tools.calls import (
 from adora_vl.tools.environments import Environments
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.call_guards import OverdueError
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 from adora_vl.utils.own_files import (
     function_name,
     is_function,
@@ -358,7 +358,7 @@ class Toolbox:
         except SystemExit:
             reason = "the tool called sys.exit"
         except BaseException as error:  # compiled code raises some that are no `Exception`
-            reason = in_one_line(error)
+            reason = describe_error(error)
         return _CallOutcome(name, [error_line(reason)], failed=True)
 
     def _call_tool(

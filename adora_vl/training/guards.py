@@ -28,7 +28,7 @@ from adora_vl.utils.errors import (
     SharedUserError,
     TranslatedErrors,
     UserError,
-    in_one_line,
+    describe_error,
     lost_contact_message,
 )
 from adora_vl.utils.files import disk_is_full
@@ -486,7 +486,7 @@ def errors_with_step(step: Callable[[], int], resume_hint: Callable[[], str]) ->
         if disk_is_full(error):
             return _full_disk_error(error, step(), resume_hint())
         # `lost_contact_message` is empty, unless a rank has lost contact with another one.
-        reason = lost_contact_message(error) or open_files_message(error) or in_one_line(error)
+        reason = lost_contact_message(error) or open_files_message(error) or describe_error(error)
         run_error = RunError(stop_message(step(), reason, resume_hint()))
         run_error.__cause__ = error
         return run_error

@@ -85,14 +85,14 @@ def lost_contact_message(error: BaseException) -> str:
     """
     if not isinstance(error, RuntimeError) or _LOST_CONTACT_PATTERN.search(str(error)) is None:
         return ""
-    why = in_one_line(error)
+    why = describe_error(error)
     return (
         "another process has ended, or its machine cannot be reached; its own last lines say "
         f"why ({why})"
     )
 
 
-def in_one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return type and first line of an error, as at the end of a traceback, without secrets."""
     type_name = type(error).__name__
     try:
@@ -149,7 +149,7 @@ def engine_call(name: str) -> TranslatedErrors:
         """Return the `EngineError` for an error that is not of this package."""
         if isinstance(error, RolloutError | RunError | UserError):
             return None
-        engine_error = EngineError(f"the engine failed in {name} ({in_one_line(error)})")
+        engine_error = EngineError(f"the engine failed in {name} ({describe_error(error)})")
         engine_error.__cause__ = error
         return engine_error
 

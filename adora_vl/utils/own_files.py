@@ -24,7 +24,7 @@ from adora_vl.utils.call_guards import (
     ending_forked_children,
     restoring_working_directory,
 )
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.interrupts import PROJECT_FOLDERS
 
@@ -326,7 +326,7 @@ def _load_module(key_and_entry: str, path: Path, object_name: str) -> ModuleType
         line_number = _failed_line(path, error)
         line_text = f"line {line_number}: " if line_number is not None else ""
         raise UserError(
-            f"{key_and_entry} cannot be loaded: {line_text}{in_one_line(error)}"
+            f"{key_and_entry} cannot be loaded: {line_text}{describe_error(error)}"
         ) from None
     return module
 

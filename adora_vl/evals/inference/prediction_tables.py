@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.evals.records import Prediction
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,7 +71,7 @@ def _read_table(path: Path) -> DataFrame:
     except Exception as error:  # zipfile, the XML parser and pandas raise errors of their own
         raise UserError(
             f"predictions: {str(path)!r} cannot be read as a table "
-            f"({in_one_line(error):.200}); save it again"
+            f"({describe_error(error):.200}); save it again"
         ) from error
 
 

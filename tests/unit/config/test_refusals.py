@@ -26,7 +26,7 @@ from adora_vl.preflight.check_model import check_tensor_parallel
 from adora_vl.preflight.check_sampling import check_sampling, notes_on_filters
 from adora_vl.record.manifest import TrainingData, run_manifest
 from adora_vl.train import main
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, describe_error
 from benchmarks.gpu.setting import Setting
 from tests.support.stand_ins import checked_config
 from tests.support.tiny_run import tiny_run_arguments
@@ -170,7 +170,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
         repr(config_with_secrets),
         str(UserError(f"no {secrets[2]}")),
     ]
-    texts += [in_one_line(OSError(f"{word}: {address}")) for word in secrets]
+    texts += [describe_error(OSError(f"{word}: {address}")) for word in secrets]
     for text in (*texts, (tmp_path / "training_args.bin").read_bytes().decode("latin-1")):
         assert not any(secret in text for secret in secrets), text
     assert manifest["command"].endswith(
@@ -458,7 +458,7 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
 
     with pytest.raises(ValidationError) as caught:
         Options.model_validate({"heads": "many"})
-    assert in_one_line(caught.value) == (
+    assert describe_error(caught.value) == (
         "ValidationError: Input should be a valid integer, unable to parse string as an integer"
     )
 
@@ -471,7 +471,7 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
 
     with pytest.raises(ValidationError) as caught:
         Whole()
-    assert in_one_line(caught.value) == "ValidationError: Value error, the engine is too small"
+    assert describe_error(caught.value) == "ValidationError: Value error, the engine is too small"
 
 
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:
