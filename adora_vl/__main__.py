@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adora_vl.utils.cli import exit_code_of
+from adora_vl.utils.cli import run_command
 from adora_vl.utils.errors import UserError, did_you_mean
 
 # What each command does, by its module
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
-        return exit_code_of(_list_commands, "nothing was done")
+        return run_command(_list_commands, "nothing was done")
     if name not in _MODULE_BY_NAME:
-        return exit_code_of(lambda: _refuse_unknown(name), "nothing was done")
+        return run_command(lambda: _refuse_unknown(name), "nothing was done")
     _run_command(_MODULE_BY_NAME[name], words[1:])
     return 0
 

@@ -40,7 +40,7 @@ from adora_vl.models.load import (
     read_config,
     resolve_model_name,
 )
-from adora_vl.utils.cli import Parser, exit_code_of
+from adora_vl.utils.cli import Parser, run_command
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.universal:
             print(f"Serve it      {serve_command(options.output)}")
 
-    return exit_code_of(command, "nothing was written")
+    return run_command(command, "nothing was written")
 
 
 if __name__ == "__main__":

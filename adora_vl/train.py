@@ -22,9 +22,9 @@ from adora_vl.utils import errors
 from adora_vl.utils.cli import (
     USUAL_IMPORT_S,
     announce_imports,
-    exit_code_of,
-    exit_code_of_broken_pipe,
     flushing_stdout,
+    handle_broken_pipe,
+    run_command,
 )
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, naming_write_errors
@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     try:
         if asks_for_help(argv):
-            return exit_code_of(lambda: print(help_text(argv)), "nothing was done")
+            return run_command(lambda: print(help_text(argv)), "nothing was done")
         check_versions(use_vllm=False)
         # Without `--dry-run` the options are None, and all arguments are those of the training.
         options, training_arguments = split_dry_run_options(argv)
@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("interrupted outside the training; checkpoints are as they were", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        return exit_code_of_broken_pipe()
+        return handle_broken_pipe()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.evals.scoring.statistics import paired_t_interval
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
-from adora_vl.utils.cli import Parser, exit_code_of, number_between
+from adora_vl.utils.cli import Parser, number_between, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_json_object
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
@@ -675,7 +675,7 @@ def refuse_without_a_card(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plan, or print the tables of its runs; 2: the input is wrong."""
-    return exit_code_of(partial(command, arguments), "every finished run is kept")
+    return run_command(partial(command, arguments), "every finished run is kept")
 
 
 def command(arguments: Sequence[str] | None) -> None:

@@ -8,11 +8,11 @@ from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
     Parser,
-    exit_code_of,
     integer_between,
     none_or,
     path,
     path_or_id,
+    run_command,
     text,
 )
 from data_prep.convert_command import add_convert
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C.
     """
 
-    def run_command() -> None:
+    def run_chosen_command() -> None:
         """Run the chosen command, without progress bars in log files."""
         arguments = parser().parse_args(argv)
         if not sys.stderr.isatty():
@@ -52,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         arguments.run(arguments)
 
     # A mistake of the user is printed as one line, and these words after Ctrl-C.
-    return exit_code_of(run_command, "nothing was written, and what was there before is unchanged")
+    return run_command(
+        run_chosen_command, "nothing was written, and what was there before is unchanged"
+    )
 
 
 def parser() -> Parser:

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
-from adora_vl.utils.cli import exit_code_of
+from adora_vl.utils.cli import run_command
 from adora_vl.utils.errors import UserError
 
 # Names that are not benchmarks, with the module of each command.
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     name, *command_arguments = arguments or ["--help"]
     if name in ("-h", "--help"):
-        return exit_code_of(_print_help, "nothing was done")
+        return run_command(_print_help, "nothing was done")
     if name in _MODULE_BY_COMMAND:
         # Each command is imported only when it is run, since its imports take long.
-        run_command: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
-        return run_command(command_arguments)
+        command_main: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
+        return command_main(command_arguments)
     try:
         benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
     except UserError as error:

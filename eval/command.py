@@ -22,7 +22,7 @@ from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
-from adora_vl.utils.cli import Parser, exit_code_of, none_or, path, path_or_id, read_mapping, text
+from adora_vl.utils.cli import Parser, none_or, path, path_or_id, read_mapping, run_command, text
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
@@ -300,4 +300,4 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
                 benchmark, command.ask_options.output / PREDICTIONS_FILE, command.score_options
             )
 
-    return exit_code_of(run, "what was answered is kept, and the same command goes on from there")
+    return run_command(run, "what was answered is kept, and the same command goes on from there")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from adora_vl.evals.compare import compare_runs
 from adora_vl.evals.score_files import read_run
-from adora_vl.utils.cli import Parser, exit_code_of, path_or_id, text
+from adora_vl.utils.cli import Parser, path_or_id, run_command, text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = compare_runs(runs, by=options.by, quote_published=not options.no_published)
         print("\n".join(lines))
 
-    return exit_code_of(command, "nothing was written")
+    return run_command(command, "nothing was written")
 
 
 def build_parser() -> Parser:

@@ -29,7 +29,7 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import describe_scored_part
 from adora_vl.evals.scoring.files import write_score
 from adora_vl.evals.scoring.table import accuracy_text, align_columns
-from adora_vl.utils.cli import Parser, exit_code_of, none_or, path
+from adora_vl.utils.cli import Parser, none_or, path, run_command
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         suite_options, benchmark_arguments = build_parser().parse_known_args(argv)
         _run_suite(suite_options, benchmark_arguments)
 
-    return exit_code_of(
+    return run_command(
         command, "what was answered is kept, and the same command goes on from there"
     )
 

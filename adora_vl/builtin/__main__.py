@@ -21,7 +21,7 @@ from adora_vl.builtin import (
     WarmStart,
 )
 from adora_vl.models.load import TINY_MODEL, TINY_MODELS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, integer_between, path
+from adora_vl.utils.cli import MAX_SEED, Parser, integer_between, path, run_command
 from adora_vl.utils.errors import UserError
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _build(options, size)
 
-    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
+    return run_command(command, "nothing was written, and what was there before is unchanged")
 
 
 def _parser() -> Parser:

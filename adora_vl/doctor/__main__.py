@@ -23,7 +23,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.rewards.choose import accepts_rounding, parse_reward_entries
 from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, exit_code_of, path
+from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, path, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json_output, naming_write_errors, replace_file
 from adora_vl.utils.launch import (
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    exit_code = exit_code_of(command, "nothing was written", prints_errors=is_main_process)
+    exit_code = run_command(command, "nothing was written", prints_errors=is_main_process)
     if exit_code != 0:
         return exit_code
     return 0 if is_healthy(checks) else 1

@@ -19,7 +19,7 @@ from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
 from adora_vl.migrate.verl import convert_verl
 from adora_vl.rewards.entries import with_current_names
-from adora_vl.utils.cli import Parser, exit_code_of, path, printable
+from adora_vl.utils.cli import Parser, path, printable, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 
@@ -219,4 +219,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         divided = _divide_arguments(sys.argv[1:] if arguments is None else arguments)
         _write_config(parser.parse_args(divided.our_arguments), divided.trainer_arguments)
 
-    return exit_code_of(run, "nothing was written")
+    return run_command(run, "nothing was written")

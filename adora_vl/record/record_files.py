@@ -161,7 +161,7 @@ def read_record_file(file: RecordFile, columns: list[str] | None = None) -> pa.T
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the record's file {str(file.path)!r} cannot be read ({describe_error(error)}); move it "
-            f"out of the run, and the record lacks the steps {file.first_step} to {file.last_step} and no "
-            "others"
+            f"the record's file {str(file.path)!r} cannot be read ({describe_error(error)}); move "
+            f"it out of the run, and the record lacks the steps {file.first_step} to "
+            f"{file.last_step} and no others"
         ) from error

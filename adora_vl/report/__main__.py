@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import (
     Parser,
-    exit_code_of,
     integer_between,
     number_between,
     path,
     pluralize,
+    run_command,
 )
 from adora_vl.utils.errors import UserError
 
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
 
-    return exit_code_of(command, "no page was written")
+    return run_command(command, "no page was written")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from adora_vl.rewards.grade import (
 from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import Parser, exit_code_of, pluralize, yaml_value
+from adora_vl.utils.cli import Parser, pluralize, run_command, yaml_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_users_file
 
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print("\n".join(lines))
 
-    return exit_code_of(command, "nothing was graded")
+    return run_command(command, "nothing was graded")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class MultiLineUserError(UserError):
         self.lines = [redact_secrets(line) for line in lines]
 
 
-def exit_code_of(
+def run_command(
     command: Callable[[], None], interrupt_note: str, *, prints_errors: bool = True
 ) -> int:
     """Run a command, print its error in one line, and return the exit code for its process.
@@ -66,7 +66,7 @@ def exit_code_of(
         print(f"interrupted; {interrupt_note}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        return exit_code_of_broken_pipe()
+        return handle_broken_pipe()
     return 0
 
 
@@ -109,7 +109,7 @@ def _flush_stdout(further_text: str = "") -> None:
         ) from error
 
 
-def exit_code_of_broken_pipe() -> int:
+def handle_broken_pipe() -> int:
     """Redirect stdout and stderr to /dev/null, and return the exit code for a broken pipe.
 
     A command has printed to a pipe that nobody reads any more. Python flushes its outputs once more

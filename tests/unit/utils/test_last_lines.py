@@ -188,10 +188,10 @@ def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
     """
     for lines in (1, 100_000):
         code = (
-            "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "
+            "import sys; from adora_vl.utils.cli import run_command; say = lambda: print('a "
             f"line\\n' * {lines})"
         )
-        command = [sys.executable, "-c", f"{code}; sys.exit(exit_code_of(say, 'nothing'))"]
+        command = [sys.executable, "-c", f"{code}; sys.exit(run_command(say, 'nothing'))"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
