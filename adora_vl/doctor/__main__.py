@@ -214,7 +214,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
     """
     from trl import GRPOTrainer
 
-    from adora_vl.doctor.engine import EngineChecksCallback, ExaminationFinished
+    from adora_vl.doctor.engine import ChecksFinished, EngineChecksCallback
     from adora_vl.train import build_trainer
 
     config = run.config
@@ -244,7 +244,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
         try:
             # TRL's own method, since that of the subclass would lock the run's folder.
             GRPOTrainer.train(trainer)
-        except ExaminationFinished:
+        except ChecksFinished:
             pass
         finally:
             trainer.close()

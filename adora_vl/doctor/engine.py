@@ -119,7 +119,7 @@ def check_runner(engine_and_policy: EngineAndPolicy) -> Check:
 
 
 @dataclass
-class EngineExamination(EngineProbe):
+class EngineChecker(EngineProbe):
     """Compares the log-probabilities of engine and trainer.
 
     It does so also after a weight was changed, and after the engine has slept. Collective: all
@@ -268,23 +268,23 @@ class _CheckGroup:
     run: Callable[[], list[Check]]  # makes the checks
 
 
-def _check_groups(examination: EngineExamination, merge_size: int) -> list[_CheckGroup]:
+def _check_groups(checker: EngineChecker, merge_size: int) -> list[_CheckGroup]:
     """Return the checks of engine and trainer in groups that run together, in their order.
 
     `merge_size`: how many patches along a side become one image token.
     """
-    engine_and_policy = examination.engine_and_policy
+    engine_and_policy = checker.engine_and_policy
     image_token = getattr(engine_and_policy.processor, "image_token_id", None)
     return [
         _CheckGroup(
             names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
-            run=lambda: [check_features(examination.prompts, image_token, merge_size)],
+            run=lambda: [check_features(checker.prompts, image_token, merge_size)],
         ),
         _CheckGroup(
             names=(BUFFERS_CHECK,),
             remedy=BUFFERS_REMEDY,
-            run=lambda: [check_buffers(examination.models)],
+            run=lambda: [check_buffers(checker.models)],
         ),
         _CheckGroup(
             names=(RUNNER_CHECK,),
@@ -294,37 +294,37 @@ def _check_groups(examination: EngineExamination, merge_size: int) -> list[_Chec
         _CheckGroup(
             names=(PROMPTS_CHECK, COLD_CHECK),
             remedy=PIXELS_REMEDY,
-            run=examination.check_agreement,
+            run=checker.check_agreement,
         ),
         _CheckGroup(
             names=(DISTANT_CHECK,),
             remedy=POSITIONS_REMEDY,
-            run=lambda: [examination.check_distant_agreement()],
+            run=lambda: [checker.check_distant_agreement()],
         ),
         _CheckGroup(
             names=(LANGUAGE_CHECK,),
             remedy=SYNC_REMEDY,
-            run=lambda: [examination.check_after_change(vision=False)],
+            run=lambda: [checker.check_after_change(vision=False)],
         ),
         _CheckGroup(
             names=(VISION_CHECK,),
             remedy=CACHES_REMEDY,
-            run=lambda: [examination.check_after_change(vision=True)],
+            run=lambda: [checker.check_after_change(vision=True)],
         ),
         _CheckGroup(
             names=(SLEEP_CHECK,),
             remedy=SLEEP_REMEDY,
-            run=lambda: [examination.check_after_sleep()],
+            run=lambda: [checker.check_after_sleep()],
         ),
         _CheckGroup(
             names=(BANNED_CHECK,),
             remedy=BAN_REMEDY,
-            run=lambda: [examination.check_banned_tokens()],
+            run=lambda: [checker.check_banned_tokens()],
         ),
     ]
 
 
-def run_engine_checks(examination: EngineExamination, merge_size: int) -> list[Check]:
+def run_engine_checks(checker: EngineChecker, merge_size: int) -> list[Check]:
     """Make the checks of engine and trainer in their order, and return their results.
 
     The remaining checks are skipped once an exception has ended a check, or once the prompts of
@@ -333,14 +333,14 @@ def run_engine_checks(examination: EngineExamination, merge_size: int) -> list[C
 
     `merge_size`: how many patches along a side become one image token.
     """
-    engine_and_policy = examination.engine_and_policy
+    engine_and_policy = checker.engine_and_policy
     reason_without_engine = ""
     if engine_and_policy.engine is None:
         reason_without_engine = "use_vllm: false, the policy samples itself"
     elif engine_and_policy.config.vllm_mode != "colocate":
         reason_without_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
-    for group in _check_groups(examination, merge_size):
+    for group in _check_groups(checker, merge_size):
         needs_engine = group.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
         if reason_without_engine and needs_engine:
@@ -379,15 +379,15 @@ def _run_group(group: _CheckGroup) -> list[Check]:
 
 
 # It is no error: it ends a training that was never meant to begin.
-class ExaminationFinished(Exception):  # noqa: N818
-    """Raised when the examination is over."""
+class ChecksFinished(Exception):  # noqa: N818
+    """Raised when all checks have been made."""
 
 
 # Transformers is untyped to mypy.
 class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]
     """Compares engine and trainer when a training begins, and ends the training.
 
-    It raises `ExaminationFinished` to end it. The results are then in `checks`.
+    It raises `ChecksFinished` to end it. The results are then in `checks`.
     """
 
     def __init__(self, engine_and_policy: EngineAndPolicy, models: ModelsByRole, rows: int) -> None:
@@ -412,8 +412,8 @@ class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]
         # A model without vision has no image processor.
         image_processor = getattr(engine_and_policy.processor, "image_processor", None)
         merge_size = getattr(image_processor, "merge_size", 1)
-        examination = EngineExamination(
+        checker = EngineChecker(
             engine_and_policy=engine_and_policy, prompts=prompts, models=self.models
         )
-        self.checks = run_engine_checks(examination, merge_size)
-        raise ExaminationFinished
+        self.checks = run_engine_checks(checker, merge_size)
+        raise ChecksFinished

@@ -98,7 +98,7 @@ def test_nothing_of_the_run_is_changed(doctor_results):
 
     So a run that was checked is the run that it would have been, to the bit.
     """
-    assert doctor_results["examined_unchanged"]
+    assert doctor_results["checks_change_nothing"]
     assert doctor_results["self_check_unchanged"]
     assert not doctor_results["run"].exists(), "the user's folder is not touched"
 

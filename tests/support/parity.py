@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
-from adora_vl.doctor.engine import EngineExamination, run_engine_checks
+from adora_vl.doctor.engine import EngineChecker, run_engine_checks
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
@@ -79,23 +79,23 @@ class GradientRecorder(TrainerCallback):
         )
 
 
-def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> EngineExamination:
+def checker_of(trainer: AdoraGRPOTrainer, rows: Rows) -> EngineChecker:
     """Return the object with which the doctor compares a trainer with its engine on some rows."""
     engine_and_policy = trainer.parts.engine_and_policy
-    return EngineExamination(
+    return EngineChecker(
         engine_and_policy, engine_and_policy.read_prompts(rows), models=trainer.models_by_role()
     )
 
 
-def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
+def run_doctor_checks(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     """Return the checks of the doctor's table that need an engine, as JSON.
 
     Some checks look at the first row alone. So the first row is moved to the end: of mixed rows the
     second has no images.
     """
     merge = trainer.processing_class.image_processor.merge_size
-    examination = examination_of(trainer, [*rows[1:], *rows[:1]])
-    return as_json(run_engine_checks(examination, merge))
+    checker = checker_of(trainer, [*rows[1:], *rows[:1]])
+    return as_json(run_engine_checks(checker, merge))
 
 
 def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
@@ -138,8 +138,8 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
     """
     from peft import LoraConfig, get_peft_model
 
-    examination = examination_of(trainer, rows)
-    before = examination.compare("before the adapter")
+    checker = checker_of(trainer, rows)
+    before = checker.compare("before the adapter")
     rollouts = before.rollouts
     torch.manual_seed(0)
     adapted = get_peft_model(
@@ -154,7 +154,7 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         engine_and_policy.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
     )
     trainer.vllm_generation.sync_weights()
-    gap = examination.compare("with the adapter").drift
+    gap = checker.compare("with the adapter").drift
     return {"moved": moved.mean, "gap": gap.largest}
 
 
@@ -229,7 +229,7 @@ KEYS_FOR_DRAWN_TOOLS: dict[str, Any] = {
 
 Inspection = Callable[[Any, Rows], Any]
 INSPECTIONS_BEFORE_TRAINING: dict[str, Inspection] = {
-    "doctor": examine_with_doctor,
+    "doctor": run_doctor_checks,
     "answers": answer_by_both_engines,
 }  # the updates; they change nothing
 INSPECTIONS_AFTER_TRAINING: dict[str, Inspection] = {"lora": measure_adapter_drift}

@@ -27,7 +27,7 @@ from adora_vl.doctor.checks import (
 )
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
-    EngineExamination,
+    EngineChecker,
     check_features,
     run_engine_checks,
 )
@@ -292,15 +292,15 @@ def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) 
     return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
-def examination_of(engine: object, *, vllm_mode: str = "colocate") -> EngineExamination:
-    """Return an examination of one prompt with an image; engine and policy are stand-ins."""
+def checker_of(engine: object, *, vllm_mode: str = "colocate") -> EngineChecker:
+    """Return a checker of one prompt with an image; engine and policy are stand-ins."""
     pair: Any = SimpleNamespace(
         engine=engine,
         config=SimpleNamespace(vllm_mode=vllm_mode),
         processor=SimpleNamespace(image_token_id=IMAGE_TOKEN),
     )
     models = {"policy": SmallEngine(), "reference": None}
-    return EngineExamination(pair, prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
+    return EngineChecker(pair, prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
@@ -335,7 +335,7 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
         (SimpleNamespace(), "server"),
     ]:
         with subtests.test(why):
-            checks = run_engine_checks(examination_of(engine, vllm_mode="server"), merge_size=2)
+            checks = run_engine_checks(checker_of(engine, vllm_mode="server"), merge_size=2)
             assert [check.status for check in checks] == [
                 *[Status.PASSED] * 2,
                 *[Status.SKIPPED] * 8,
@@ -349,19 +349,19 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     The agreement checks before it pass, by stand-ins.
     """
     monkeypatch.setattr(
-        EngineExamination,
+        EngineChecker,
         "check_agreement",
         lambda self: [passed(PROMPTS_CHECK, "2"), passed(COLD_CHECK, "1e-06")],
     )
     monkeypatch.setattr(
-        EngineExamination, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
+        EngineChecker, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
     )
 
-    def raise_error(self: EngineExamination, *, vision: bool) -> Check:
+    def raise_error(self: EngineChecker, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
 
-    monkeypatch.setattr(EngineExamination, "check_after_change", raise_error)
-    checks = run_engine_checks(examination_of(SimpleNamespace(model_runner="V1")), merge_size=2)
+    monkeypatch.setattr(EngineChecker, "check_after_change", raise_error)
+    checks = run_engine_checks(checker_of(SimpleNamespace(model_runner="V1")), merge_size=2)
     # from the check of distant positions on; the one after it is replaced by `raise_error`
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
@@ -377,7 +377,7 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
 
     Sleep mode needs a GPU, so the engine and the comparison are stand-ins.
     """
-    monkeypatch.setattr(EngineExamination, "bound", 0.01)  # nats between engine and policy
+    monkeypatch.setattr(EngineChecker, "bound", 0.01)  # nats between engine and policy
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
         events: list[object] = []
         llm = SimpleNamespace(sleep=lambda level, events=events: events.append(level))
@@ -385,13 +385,13 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
         generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
 
         def compare(
-            self: EngineExamination, check_name: str, events: Any = events, mean: float = mean
+            self: EngineChecker, check_name: str, events: Any = events, mean: float = mean
         ) -> Any:
             events.append(check_name)
             return SimpleNamespace(drift=Drift(mean, mean))
 
-        monkeypatch.setattr(EngineExamination, "compare", compare)
-        check = examination_of(generation).check_after_sleep()
+        monkeypatch.setattr(EngineChecker, "compare", compare)
+        check = checker_of(generation).check_after_sleep()
         assert events == [2, "sleep"], "put to sleep at level 2, and then compared"
         assert generation._llm_weights_sleeping
         assert check.status is status
@@ -492,7 +492,7 @@ def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_
         assert f"{'1 failed' if code else '1 passed'}" in capsys.readouterr().out
 
 
-def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
+def test_a_version_out_of_range_ends_the_doctor_before_anything_is_loaded(monkeypatch):
     """With TRL 9.9, only the version is reported: the run is not read and no model is loaded."""
     monkeypatch.setattr(
         checks_module,
