@@ -143,7 +143,7 @@ def _answer_warnings(row: Row) -> dict[str, str]:
     is_letter = _OPTION_LETTER.fullmatch(answer) is not None
     has_signs = re.search(r"[^\w\s.'-]", answer) is not None
     conditions = {
-        "words": has_number and has_words and reference.kind in ("text", "unreadable"),
+        "words": has_number and has_words and reference.type in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()) is not None,
         "letter": is_letter and _OPTIONS_IN_TEXT.search(problem) is None,
         "signs": has_signs and reference.reason == "not_read",

@@ -291,7 +291,7 @@ def check_gold(gold: str, row_error: MakeRowError) -> str:
     # `45${}^\circ$` is read as 45 degrees.
     if parse_reference(gold).reason == "not_read":
         without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
-        if parse_reference(without_braces).kind in ("number", "expression", "percentage"):
+        if parse_reference(without_braces).type in ("number", "expression", "percentage"):
             gold = without_braces
     ungradable_reason = verify_gold(gold)
     if ungradable_reason:

@@ -1,6 +1,6 @@
 r"""What an answer says, and how an answer of a single value is read.
 
-`forms.parse_reference` reads answers of all kinds. The kinds, with examples:
+`forms.parse_reference` reads answers of all types. The types, with examples:
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
@@ -28,7 +28,7 @@ from adora_vl.rewards.solutions import Solution
 from adora_vl.rewards.units import RADIANS, Unit, parse_unit
 
 # The first four are single values.
-Kind = Literal[
+AnswerType = Literal[
     "number",
     "percentage",
     "expression",
@@ -45,7 +45,7 @@ Kind = Literal[
 class Answer:
     """One side of a comparison, or a part of one side. Immutable."""
 
-    kind: Kind
+    type: AnswerType
     text: str
     """The canonical form."""
     reason: str = ""
@@ -86,17 +86,17 @@ class Answer:
     @property
     def plain_number(self) -> NumberWithError | None:
         """The number of an answer that is a number, else None; a percentage is none."""
-        return self.number if self.kind == "number" else None
+        return self.number if self.type == "number" else None
 
     @property
     def is_value(self) -> bool:
         """Whether it is a single value that was read."""
-        return self.kind in {"number", "percentage", "expression", "text"}
+        return self.type in {"number", "percentage", "expression", "text"}
 
     @property
     def is_structured(self) -> bool:
         """Whether it is more than a single value; a value with a name is a form too."""
-        return self.name != "" or not (self.is_value or self.kind == "unreadable")
+        return self.name != "" or not (self.is_value or self.type == "unreadable")
 
 
 # Each entry is a reason and a pattern. The first pattern that is found in a text gives the reason
@@ -153,12 +153,12 @@ MAX_RATIO_TERMS = 6
 
 
 def parse_value(raw: str) -> Answer:
-    """Parse an answer as a single value; the kind is `unreadable` where it is none.
+    """Parse an answer as a single value; the type is `unreadable` where it is none.
 
     It never raises, and costs about a millisecond at most.
     """
     if len(raw) > MAX_CHARS:
-        return Answer(kind="unreadable", text="", reason="too_long")
+        return Answer(type="unreadable", text="", reason="too_long")
     return _parse_value_cached(raw)
 
 
@@ -185,7 +185,7 @@ def _parse_value_cached(raw: str) -> Answer:
     try:
         text, unit = canonical_value_and_unit(raw)
     except ParseError as error:
-        return Answer(kind="unreadable", text="", reason=error.reason)
+        return Answer(type="unreadable", text="", reason=error.reason)
     answer = _parse_canonical(text, raw)
     return replace(answer, unit=parse_unit(unit)) if unit else answer
 
@@ -193,7 +193,7 @@ def _parse_value_cached(raw: str) -> Answer:
 def _parse_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
-    The kinds: `5%` is a percentage, `1,2` unreadable, `5` a number, `3x+1` an expression, and
+    The types: `5%` is a percentage, `1,2` unreadable, `5` a number, `3x+1` an expression, and
     `right triangle` a text.
     """
     answer = _parse_percentage(text, raw) or _parse_non_number(text, raw)
@@ -203,16 +203,16 @@ def _parse_canonical(text: str, raw: str) -> Answer:
     try:
         tree = parse_tree(text)
         return Answer(
-            kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
+            type="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
         )
     except ParseError as error:
         # The text is in the grammar, but it has unknowns and therefore no number as its value.
         if error.reason == "has_unknown":
-            return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
+            return Answer(type="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
         # The text is not in the grammar, but it may be plain words, such as `right triangle`.
         if error.reason == "not_read" and _is_readable_text(text):
-            return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
-        return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
+            return Answer(type="text", text=text, reason="not_a_number", raw=raw)
+        return Answer(type="unreadable", text=text, reason=error.reason, raw=raw)
 
 
 def _is_readable_text(text: str) -> bool:
@@ -230,7 +230,7 @@ def _parse_percentage(text: str, raw: str) -> Answer | None:
     if quantity is None or not quantity.tree:  # neither a number nor an expression
         return None
     return Answer(
-        kind="percentage",
+        type="percentage",
         text=f"{quantity.text}%",
         reason="percentage",
         raw=raw,
@@ -245,10 +245,10 @@ def _parse_non_number(text: str, raw: str) -> Answer | None:
     """
     for reason, pattern in _NO_VALUE_PATTERNS:
         if pattern.search(text):
-            return Answer(kind="unreadable", text=text, reason=reason, raw=raw)
+            return Answer(type="unreadable", text=text, reason=reason, raw=raw)
     if _DATE_PATTERN.fullmatch(text):
         # `2022-10-12` is not the difference 2000
-        return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
+        return Answer(type="text", text=text, reason="not_a_number", raw=raw)
     return None
 
 

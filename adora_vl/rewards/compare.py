@@ -1,6 +1,6 @@
 """Decides whether an answer is the same as a reference answer.
 
-The kind of the reference answer selects the rule: here are those for points, lists, equations and
+The type of the reference answer selects the rule: here are those for points, lists, equations and
 other answers of several values, and `compare_values` has those for single values. Each gives a
 verdict and the name of the rule that decided, which `explain.RULE_IN_WORDS` puts in words.
 """
@@ -55,10 +55,10 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         )
     # No answer can equal a reference answer that cannot be read. If it is merely not in the grammar
     # (`not_read`), the answer may still have the same text, which `compare_values` finds out.
-    if reference.kind == "unreadable" and reference.reason != "not_read":
+    if reference.type == "unreadable" and reference.reason != "not_read":
         return wrong_result(f"gold_{reference.refusal_reason or reference.reason}")
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
-    if reference.kind == "number" and answer.reason in {"equation", "relation"}:
+    if reference.type == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
         # `x \approx 5` is a value with a name, which `_without_name` reads below.
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
@@ -142,7 +142,7 @@ def _without_name(answer: Answer, reference: Answer) -> Answer:
     An answer without a name is returned itself. `x \approx 5` is 5 if the reference answer is a
     number in digits.
     """
-    if answer.reason not in NO_VALUE_REASONS or answer.kind == "percentage":
+    if answer.reason not in NO_VALUE_REASONS or answer.type == "percentage":
         value = _with_letter_as_unit(answer, opposite=reference)
         # The answer is a value already. The canonical form may have taken a name off, which
         # `text_with_names` still has.
@@ -154,7 +154,7 @@ def _without_name(answer: Answer, reference: Answer) -> Answer:
         name, value_text = name_and_value
         value = parse_value(value_text)
     # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
-    if value.kind == "expression" and (
+    if value.type == "expression" and (
         name == value.text or name in unknown_names(value.tree or ())
     ):
         return Answer("unreadable", answer.text, "equation")
@@ -202,7 +202,7 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
     Both sides are from `parse_structured`. The parts of lists, points and tuples are compared by
     the same function.
     """
-    if answer.kind == "unreadable":
+    if answer.type == "unreadable":
         return result_without_value(answer)
     named_answer = _adapt_function_name(answer, opposite=reference)
     named_reference = _adapt_function_name(reference, opposite=answer)
@@ -210,20 +210,20 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
         pair = ComparedPart(named_answer.name, named_reference.name, "different_label")
         return wrong_result("different_label", pair)
     # A point may be answered as a sum of unit vectors.
-    if _is_point(named_reference) and named_answer.kind == "expression" and named_answer.tree:
+    if _is_point(named_reference) and named_answer.type == "expression" and named_answer.tree:
         return _compare_vectors(named_answer, named_reference)
-    return _compare_by_kind(
-        _convert_to_kind_of(named_reference, named_answer), named_reference, rounding=rounding
+    return _compare_by_type(
+        _convert_to_type_of(named_reference, named_answer), named_reference, rounding=rounding
     )
 
 
 def _is_point(answer: Answer) -> bool:
     """Return whether an answer is a point or tuple without a name: `(3, -4)`, not `A(3, -4)`."""
-    return answer.kind == "ordered" and answer.brackets == "()" and not answer.name
+    return answer.type == "ordered" and answer.brackets == "()" and not answer.name
 
 
-def _convert_to_kind_of(reference: Answer, answer: Answer) -> Answer:
-    """Return the answer with the `kind` of the reference answer, where it only spells it otherwise.
+def _convert_to_type_of(reference: Answer, answer: Answer) -> Answer:
+    """Return the answer with the `type` of the reference answer, where it only spells it otherwise.
 
     - `x = 3, y = -4` becomes the point (3, -4) if the reference answer is a point.
     - `AC` becomes the list `A, C` if the reference answer is a list of letters.
@@ -232,38 +232,38 @@ def _convert_to_kind_of(reference: Answer, answer: Answer) -> Answer:
     """
     if _is_point(reference):
         return _convert_to_point(answer, len(reference.parts)) or answer
-    if reference.kind == "unordered" and answer.kind == "text" and not answer.name:
+    if reference.type == "unordered" and answer.type == "text" and not answer.name:
         return _convert_to_list_of_letters(answer, reference)
     return answer
 
 
-def _compare_by_kind(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
-    """Return the verdict on an answer by the rule for the `kind` of its reference answer.
+def _compare_by_type(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
+    """Return the verdict on an answer by the rule for the `type` of its reference answer.
 
-    The kinds are single values, `ordered` (points, tuples, intervals), `unordered` (lists, sets),
-    `equation` and `inequality`. An answer of another kind than the reference answer is wrong, with
+    The types are single values, `ordered` (points, tuples, intervals), `unordered` (lists, sets),
+    `equation` and `inequality`. An answer of another type than the reference answer is wrong, with
     the exceptions below.
     """
     # Both `(1, 2)` and `(1, 3)` may be points or intervals. Two such pairs are compared part by
     # part.
-    are_ordered = answer.kind == reference.kind == "ordered"
+    are_ordered = answer.type == reference.type == "ordered"
     # A solution is the set of numbers that an inequality or interval allows.
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
             return correct_result("same_solutions")
         return wrong_result("different_solutions")
-    if reference.kind == "equation" and answer.is_value and reference.parts and not answer.name:
+    if reference.type == "equation" and answer.is_value and reference.parts and not answer.name:
         # `2x + 1` is right for `y = 2x + 1`: the right side, its only part, is enough.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
-    if reference.kind == "unordered":
+    if reference.type == "unordered":
         return _compare_lists(answer, reference, rounding=rounding)
     if answer.is_value and reference.is_value:
         result = compare_values(answer, reference, rounding=rounding)
         pair = ComparedPart(_text_with_name(answer), _text_with_name(reference), result.reason)
         return replace(result, pairs=(pair,))
-    if answer.kind != reference.kind:
+    if answer.type != reference.type:
         return wrong_result("different_form")
-    if reference.kind in {"equation", "inequality"}:
+    if reference.type in {"equation", "inequality"}:
         return _compare_relations(answer, reference)
     # With two parts it may be an interval, whose brackets say whether its ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
@@ -280,7 +280,7 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
     if not reference.name or not answer.name:
         return False
     are_functions = "(" in reference.name and "(" in answer.name
-    are_equations = answer.kind == reference.kind == "equation"
+    are_equations = answer.type == reference.type == "equation"
     if reference.is_value or are_functions or are_equations:
         return False
     return undecorated_name(answer.name) != undecorated_name(reference.name)
@@ -302,10 +302,10 @@ def _adapt_function_name(answer: Answer, opposite: Answer) -> Answer:
     if function_name:
         argument = function_name[1]
         depends_on_argument = argument in unknown_names(answer.tree or ())
-        is_y_opposite = opposite_name == "y" and opposite.kind == "equation"
+        is_y_opposite = opposite_name == "y" and opposite.type == "equation"
         return replace(answer, name="") if depends_on_argument and is_y_opposite else answer
     opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_name)
-    if opposite_function_name and name == "y" and answer.kind == "equation" and answer.parts:
+    if opposite_function_name and name == "y" and answer.type == "equation" and answer.parts:
         right_side = answer.parts[0]  # the only part of an equation
         argument = opposite_function_name[1]
         if argument in unknown_names(right_side.tree or ()):
@@ -319,7 +319,7 @@ def _convert_to_point(answer: Answer, dimensions: int) -> Answer | None:
     The names have to be x and y, or x, y and z, as many as `dimensions` says. Returns None for
     anything else, such as `x = 3, -4`.
     """
-    if answer.kind != "unordered" or answer.name:
+    if answer.type != "unordered" or answer.name:
         return None
     names = [undecorated_name(part.name) for part in answer.parts]
     axes = list("xyz")[:dimensions]
@@ -330,7 +330,7 @@ def _convert_to_point(answer: Answer, dimensions: int) -> Answer | None:
         return None
     return replace(
         answer,
-        kind="ordered",
+        type="ordered",
         parts=tuple(replace(part, name="") for part in parts),
         brackets="()",
         solution=None,
@@ -370,7 +370,7 @@ def _convert_to_list_of_letters(answer: Answer, reference: Answer) -> Answer:
     repeats_a_letter = len(set(letters)) < len(letters)
     if not is_list_of_letters or not re.fullmatch("[A-Z]{2,}", letters) or repeats_a_letter:
         return answer
-    return replace(answer, kind="unordered", parts=tuple(parse_value(letter) for letter in letters))
+    return replace(answer, type="unordered", parts=tuple(parse_value(letter) for letter in letters))
 
 
 def _text_with_name(answer: Answer) -> str:
@@ -394,7 +394,7 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
         return _compare_in_order(answer, reference, rounding=rounding)
     if answer.is_value and len(reference.parts) == 1:
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
-    if answer.kind != "unordered":
+    if answer.type != "unordered":
         return wrong_result("different_form")
     if not all(reference_names) or any(answer_names):
         return _compare_in_any_order(answer, reference, rounding=rounding)
@@ -493,5 +493,5 @@ def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
                 remaining.remove(relation)
                 break
         else:
-            return wrong_result(f"different_{reference.kind}")
-    return correct_result(f"same_{reference.kind}")
+            return wrong_result(f"different_{reference.type}")
+    return correct_result(f"same_{reference.type}")

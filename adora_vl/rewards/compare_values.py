@@ -101,7 +101,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     answer = answer_in_unit
     # The same text is right, even if it cannot be read as a value.
     is_compared_by_text = (
-        answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
+        answer.type in {"text", "expression", "percentage"} or answer.reason == "not_read"
     )
     if is_compared_by_text and (
         _unify_text_spelling(answer.text) == _unify_text_spelling(reference.text)
@@ -115,8 +115,8 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if not answer.is_value:
         return result_without_value(answer)
     # `50%` is wrong for 0.5, and 0.5 is wrong for `50%`.
-    if (answer.kind == "percentage") != (reference.kind == "percentage"):
-        reason = "percentage" if answer.kind == "percentage" else "different_text"
+    if (answer.type == "percentage") != (reference.type == "percentage"):
+        reason = "percentage" if answer.type == "percentage" else "different_text"
         return wrong_result(reason)
     is_answer_undone = answer.number and answer.number.is_unevaluated
     is_reference_undone = reference.number and reference.number.is_unevaluated
@@ -210,7 +210,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     """
     terms = answer.ratio
     expected_terms = reference.ratio
-    if answer.kind == "number" and answer.number and len(expected_terms) == 2:
+    if answer.type == "number" and answer.number and len(expected_terms) == 2:
         expected_quotient = expected_terms[0] / expected_terms[1]
         is_same = not answer.number.is_unevaluated and same_number(answer.number, expected_quotient)
         return correct_result("same_ratio") if is_same else wrong_result("different_number")
@@ -232,7 +232,7 @@ def _parse_reference_formula(reference: Answer, answer: Answer) -> ExpressionTre
     `2ab` is a formula. Letters alone, such as `ab`, may be a word or the name of a figure, so they
     are a formula only if the answer multiplies, as `a \cdot b` does.
     """
-    if reference.kind not in {"text", "expression"}:
+    if reference.type not in {"text", "expression"}:
         return None
     text = reference.text
     if _TWO_OR_THREE_LETTERS_PATTERN.fullmatch(text) and r"\cdot" in answer.text:
@@ -247,7 +247,7 @@ def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonRe
     In both sides letters side by side are multiplied: `ab` is `a \cdot b`.
     """
     tree = answer.tree
-    if answer.kind in {"text", "expression"}:
+    if answer.type in {"text", "expression"}:
         tree = parse_formula(answer.text) or answer.tree
     if tree is None or unknown_names(tree) != unknown_names(reference):
         return wrong_result("different_expression" if tree else answer.reason)

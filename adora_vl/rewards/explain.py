@@ -160,7 +160,7 @@ def _comparison_lines(response: str, gold: str, *, rounding: bool, answer_tags: 
         answer = parse_answer_for(
             parse_reference(gold), response=response, content=content, answer_tags=answer_tags
         )
-        # It is parsed again, to show it with the kind that it would have as a reference answer.
+        # It is parsed again, to show it with the type that it would have as a reference answer.
         if answer.raw:
             answer = parse_reference(answer.raw)
         lines.append(f"answer     {_describe_answer(answer)}")
@@ -176,7 +176,7 @@ def _comparison_lines(response: str, gold: str, *, rounding: bool, answer_tags: 
 
 
 def _describe_answer(answer: Answer) -> str:
-    r"""Return the canonical text of an answer with its kind, and its value where it is a number.
+    r"""Return the canonical text of an answer with its type, and its value where it is a number.
 
     - `\frac{1}{2}` gives `\frac{1}{2}  [number, 0.5]`
     - `(1, 2)` gives `(1, 2)  [ordered]`
@@ -184,16 +184,16 @@ def _describe_answer(answer: Answer) -> str:
     """
     answer = without_currency(answer)
     text = _printable(answer.text_with_names if answer.is_structured else answer.text)
-    kind: str = answer.kind
-    chain = chain_of_numbers(answer.text_with_names) if kind == "unreadable" else []
+    type_name: str = answer.type
+    chain = chain_of_numbers(answer.text_with_names) if type_name == "unreadable" else []
     if chain:
         answer = chain[-1].answer  # the result of the working
-        kind = "working"
+        type_name = "working"
     if answer.number:
-        return f"{text}  [{kind}, {float(answer.number.value):.9g}]"
-    if kind == "unreadable":
-        kind = f"{kind}: {answer.reason}"
-    return f"{text or '-'}  [{kind}]"
+        return f"{text}  [{type_name}, {float(answer.number.value):.9g}]"
+    if type_name == "unreadable":
+        type_name = f"{type_name}: {answer.reason}"
+    return f"{text or '-'}  [{type_name}]"
 
 
 def _printable(text: str) -> str:

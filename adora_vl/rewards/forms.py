@@ -77,8 +77,8 @@ def _parse_reference_cached(raw: str) -> Answer:
     """Return `parse_reference` with a cache, since the rollouts of a group share the reference."""
     value = parse_value(raw)
     # `y = 2x + 1` has been read as the expression `2x + 1`, and may be an equation.
-    may_be_structured = value.kind == "expression" and "=" in raw
-    if value.kind == "unreadable":
+    may_be_structured = value.type == "expression" and "=" in raw
+    if value.type == "unreadable":
         # A relation, list or interval is no single value, but may be read as a structured answer.
         may_be_structured = value.reason in NO_VALUE_REASONS
     if not may_be_structured:
@@ -89,7 +89,7 @@ def _parse_reference_cached(raw: str) -> Answer:
         # One value in braces is a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
     reason = value.reason
-    if answer.kind == "unreadable" and value.kind == "expression":
+    if answer.type == "unreadable" and value.type == "expression":
         # An expression can be read, so `value` has no reason that fits.
         reason = "equation"
     return replace(answer, text=value.text, reason=reason, raw=raw)
@@ -105,7 +105,7 @@ def canonical_gold(text: str) -> str:
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
     # The names and brackets of a relation or list are part of the answer, so they are kept.
-    is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE_REASONS
+    is_no_single_value = answer.type == "unreadable" and answer.reason in NO_VALUE_REASONS
     if answer.is_structured or is_no_single_value:
         return answer.text_with_names
     unit = answer.unit.text if answer.unit else ""
@@ -119,7 +119,7 @@ def parse_structured(answer: Answer) -> Answer:
     `parse_value` takes the name off `x = 5`, and reads `1000,99` as one number. Here `x = 5` keeps
     its name, and `1000,99` may be two values.
 
-    It raises nothing. A text that cannot be read becomes an answer of the kind `unreadable`. Its
+    It raises nothing. A text that cannot be read becomes an answer of the type `unreadable`. Its
     `reason` says why the text is no single value, and its `refusal_reason` why it is not several
     values either. `refusal_reason` is empty if it would say less than `reason`.
     """
@@ -127,7 +127,7 @@ def parse_structured(answer: Answer) -> Answer:
         return _parse_structured(answer.text_with_names)
     except ParseError as error:
         says_more = error.reason in REFUSAL_REASONS or not answer.reason
-        return replace(answer, kind="unreadable", refusal_reason=error.reason if says_more else "")
+        return replace(answer, type="unreadable", refusal_reason=error.reason if says_more else "")
 
 
 @lru_cache(maxsize=256)
@@ -198,7 +198,7 @@ def _parse_by_separators(text: str, depth: int) -> Answer:
         name, set_text = sides
         values = _parse_by_separators(set_text, depth + 1)
         # The right side has to be an interval, which has a `solution`, or a set.
-        if not values.solution and values.kind != "unordered":
+        if not values.solution and values.type != "unordered":
             raise ParseError("relation")
         return replace(values, name=name, text=text)
     pieces, _ = split_outside_brackets(text, _UNION_SIGN_PATTERN)
@@ -246,7 +246,7 @@ def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int)
         parts = [replace(part, name="") for part in parts]
     if len(parts) > MAX_PARTS:
         raise ParseError("too_large")
-    return Answer(kind="unordered", text=text, name=name, parts=tuple(parts))
+    return Answer(type="unordered", text=text, name=name, parts=tuple(parts))
 
 
 def _are_conditions(parts: Sequence[Answer]) -> bool:
@@ -256,7 +256,7 @@ def _are_conditions(parts: Sequence[Answer]) -> bool:
     """
     has_inequality = False
     for part in parts:
-        if part.kind == "inequality":
+        if part.type == "inequality":
             has_inequality = True
         elif not part.name or not part.is_value:
             return False
@@ -344,7 +344,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
             parts.append(_INFINITY_BY_SPELLING[piece])
         else:
             parts.append(_parse_by_separators(piece, depth + 1))
-    if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
+    if any(part.type == "unordered" and not part.is_plus_minus for part in parts):
         raise ParseError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
@@ -352,7 +352,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
         # None if the two parts cannot be the ends of an interval, as in `(3, -4)`.
         interval = interval_solution(low=low, high=high, brackets=brackets)
     return Answer(
-        kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
+        type="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
 
 
@@ -370,13 +370,13 @@ def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: in
     Raises `ParseError` for a set of sets, and for a set of anything but values and points.
     """
     inner_answer = _parse_by_separators(text_inside, depth + 1)
-    # Plain braces make a set only around a list, whose kind is `unordered`.
+    # Plain braces make a set only around a list, whose type is `unordered`.
     is_set_inside = inner_answer.text.startswith(r"\{")
-    if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
+    if not has_backslash and (is_set_inside or inner_answer.type != "unordered"):
         return inner_answer
-    is_list = inner_answer.kind == "unordered" and not inner_answer.name
+    is_list = inner_answer.type == "unordered" and not inner_answer.name
     parts = inner_answer.parts if is_list else (inner_answer,)
-    if is_set_inside or not all(part.is_value or part.kind == "ordered" for part in parts):
+    if is_set_inside or not all(part.is_value or part.type == "ordered" for part in parts):
         raise ParseError("enumeration")
     return Answer("unordered", text, parts=parts)
 
@@ -400,13 +400,13 @@ def _parse_matrix(text: str, inside: str) -> Answer:
         raise ParseError("matrix")
     # A column is a vector, which may be written as a tuple too.
     if len(rows) > 1 and len(rows[0]) == 1:
-        return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
+        return Answer(type="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
     # `brackets` says of these ordered answers that they are rows and a matrix, and no tuples.
     row_answers = []
     for row in rows:
         row_text = ", ".join(entry.text for entry in row)
-        row_answers.append(Answer(kind="ordered", text=row_text, parts=tuple(row), brackets="row"))
-    return Answer(kind="ordered", text=text, parts=tuple(row_answers), brackets="rows")
+        row_answers.append(Answer(type="ordered", text=row_text, parts=tuple(row), brackets="row"))
+    return Answer(type="ordered", text=text, parts=tuple(row_answers), brackets="rows")
 
 
 def _parse_plus_minus(text: str) -> Answer | None:
@@ -431,7 +431,7 @@ def _parse_plus_minus(text: str) -> Answer | None:
     first, second = [value.plain_number for value in values]
     if first and second and same_number(first, second):
         raise ParseError("enumeration")  # 12 \pm 0
-    return Answer(kind="unordered", text=text, parts=tuple(values), is_plus_minus=True)
+    return Answer(type="unordered", text=text, parts=tuple(values), is_plus_minus=True)
 
 
 def _parse_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
@@ -447,7 +447,7 @@ def _parse_named_tuple(text: str, names_text: str, values_text: str, depth: int)
     """
     values = _parse_bracketed(values_text, depth)
     names = re.split(r"[,;]\s?", names_text[1:-1])
-    if not values or values.kind != "ordered" or len(names) != len(values.parts):
+    if not values or values.type != "ordered" or len(names) != len(values.parts):
         raise ParseError("equation")
     parts = []
     for name, part in zip(names, values.parts, strict=True):
@@ -497,7 +497,7 @@ def _parse_relation(text: str, sides: list[str], signs: list[str], depth: int) -
     else:
         return parse_equation(text, sides)  # 2x + 4y = 3
     name_tree = parse_value(answer.name).tree
-    if answer.kind == "expression" and name_tree is not None and name_tree[0] == "unknown":
+    if answer.type == "expression" and name_tree is not None and name_tree[0] == "unknown":
         equation = parse_equation(text, sides)  # y = 2x + 1
         return replace(equation, parts=(replace(answer, name=""),), name=answer.name)
     return answer
@@ -521,6 +521,6 @@ def _parse_named_value(text: str, name: str, value_text: str, depth: int) -> Ans
     value = _parse_by_separators(value_text, depth + 1)
     if value.is_value:
         return replace(value, name=name)
-    if value.kind not in {"ordered", "unordered"}:
+    if value.type not in {"ordered", "unordered"}:
         raise ParseError("equation")
     return replace(value, text=text, name=name)

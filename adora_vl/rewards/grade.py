@@ -335,12 +335,12 @@ def parse_answer_for(reference: Answer, response: str, content: str, answer_tags
         answer_tags: as in `grade`.
     """
     answer = parse_value(content)
-    if reference.kind != "unordered":
+    if reference.type != "unordered":
         return answer
     has_names = any(part.name for part in reference.parts)
     boxes = last_adjacent_boxes(response, answer_tags, has_names)
     # A last box that has several values itself is the whole answer.
-    if len(boxes) < 2 or parse_structured(answer).kind == "unordered":
+    if len(boxes) < 2 or parse_structured(answer).type == "unordered":
         return answer
     return parse_value(", ".join(boxes))
 

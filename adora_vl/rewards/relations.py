@@ -93,11 +93,11 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
         return []
     values = [parse_value(side) for side in sides]
     for side, value in zip(sides, values, strict=True):
-        has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
+        has_words = value.type == "unreadable" or _WORD_PATTERN.search(value.text)
         # Words cannot be checked, so a side in words is refused, unless it is a name.
         if has_words and not _is_name_of_one_value(side):
             return []
-    if values[0].kind != "number" and not _is_name_of_one_value(sides[0]):
+    if values[0].type != "number" and not _is_name_of_one_value(sides[0]):
         return []
     result = values[-1].plain_number
     # The chain has to end in a number that is worked out, unlike `AB = 3 + 4`.
@@ -106,7 +106,7 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
     numbers = []
     # The first side has no sign before it, and counts as one behind an equals sign.
     for sign, value in zip(["=", *signs], values, strict=True):
-        if value.kind == "number":
+        if value.type == "number":
             numbers.append(ChainedNumber(sign, value))
     all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", link.answer.text) for link in numbers)
     is_without_working = len(numbers) == len(sides) and all_in_digits  # `9 = 9`
@@ -226,7 +226,7 @@ def _inequality_with_solution(text: str, name: str, conditions: Sequence[Solutio
     solution = JoinedConditions("and", tuple(conditions))
     if not excludes_some_but_not_all(solution):
         raise ParseError("always_true")
-    return Answer(kind="inequality", text=text, name=name, solution=solution)
+    return Answer(type="inequality", text=text, name=name, solution=solution)
 
 
 def _solve_condition(sign: str, tree: ExpressionTree) -> SingleCondition | None:
@@ -316,7 +316,7 @@ def _solution_of_part(answer: Answer) -> Solution:
     if answer.solution:
         return answer.solution
     numbers = [part.plain_number for part in answer.parts or (answer,)]
-    if answer.kind == "ordered" or not all(numbers):
+    if answer.type == "ordered" or not all(numbers):
         raise ParseError("relation")
     return JoinedConditions(
         "or", tuple(SingleCondition("=", number) for number in numbers if number)
@@ -337,7 +337,7 @@ def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answe
     solution = JoinedConditions(word, tuple(_solution_of_part(part) for part in parts))
     if not excludes_some_but_not_all(solution):
         raise ParseError("always_true")
-    return Answer(kind="inequality", text=text, name=names.pop(), solution=solution)
+    return Answer(type="inequality", text=text, name=names.pop(), solution=solution)
 
 
 def undecorated_name(name: str) -> str:

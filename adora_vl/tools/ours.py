@@ -235,8 +235,8 @@ def _evaluate_as_answer(expression: str) -> NumberWithError:
     It is read as the grader reads an answer. Raises `ValueError` if it has no value.
     """
     answer = parse_value(expression)
-    if answer.kind != "number" or answer.number is None:
-        raise ValueError(_no_value_message(answer.reason or answer.kind))
+    if answer.type != "number" or answer.number is None:
+        raise ValueError(_no_value_message(answer.reason or answer.type))
     return answer.number
 
 

@@ -168,7 +168,7 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(answers, "canonical_value_and_unit", counted)
     assert answers.parse_value("5" + "%" * 490).reason == "percentage"
-    assert answers.parse_value(r"5\%").kind == "percentage"
+    assert answers.parse_value(r"5\%").type == "percentage"
     assert len(texts) <= 4
 
 
