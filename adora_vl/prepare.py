@@ -25,7 +25,8 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "lock") -> ResolvedRu
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
-    run = run_checks(request_from_command(cli_args), RunContext.of_launch(output_dir))
+    request = request_from_command(cli_args)
+    run = run_checks(request, RunContext.of_launch(request.config, output_dir))
     if output_dir == "lock" and run.request.is_main_process:
         print("\n".join(run.lines_before_start()), flush=True)
     return run
@@ -48,4 +49,5 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
         max_rows=options.rows,
         planned_processes=planned_sharding(options).processes,
     )
-    return run_checks(request, RunContext.of_dry_run(options, on_this_machine=request.runs_here))
+    context = RunContext.of_dry_run(request.config, options, on_this_machine=request.runs_here)
+    return run_checks(request, context)

@@ -159,7 +159,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
-            run = run_checks(request, RunContext.of_launch("ignore"))
+            run = run_checks(request, RunContext.of_launch(config, "ignore"))
         self.run = run
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()

@@ -214,8 +214,7 @@ class Adora(Method):
                 "needs optimizer steps of one generation each; make steps_per_generation x "
                 f"num_iterations a multiple of gradient_accumulation_steps: {accumulation_steps}"
             )
-        # transformers sets `deepspeed_plugin` where `accelerate launch` configures DeepSpeed.
-        if keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None:
+        if keys.deepspeed_plugin is not None:
             raise ValueError(
                 "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
                 "its learning rate can be scaled; train without DeepSpeed"

@@ -36,7 +36,8 @@ class RunKeys(Protocol):
     num_iterations: int
     gradient_accumulation_steps: int
     multi_objective_aggregation: str
-    deepspeed: Any
+    deepspeed_plugin: Any
+    """DeepSpeed's config of the run, from its keys or from `accelerate launch`; None without."""
     adora_rollouts: Any
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainingArguments
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
@@ -119,7 +118,7 @@ def fingerprint(
         model: The folder or hub id of the model.
         revision: The model's revision on the hub.
         processes: The number of processes.
-        sharding: How the model is divided over them, from `zero_stage_name`.
+        sharding: How the model is divided over them, `zero1` to `zero3`, or `none`.
         code_hashes: A hash of each file of the user's code, by a name that begins with what the
             code is for, such as `tool my_tools.py`.
         left_out_ids: The ids of rows that are not trained on.
@@ -191,12 +190,6 @@ def _keys_without_influence(values: Mapping[str, Any], *, has_further_tools: boo
     if values.get("adora_rollouts.budget") is None:
         ignored |= _BUDGET_KEYS
     return ignored
-
-
-def zero_stage_name(config: TrainingArguments) -> str:
-    """Return how a config shards the model over processes: `zero1` to `zero3`, or `none`."""
-    plugin = getattr(config, "deepspeed_plugin", None)
-    return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
 
 def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from adora_vl.config.sharding import (
@@ -77,8 +77,9 @@ def split_dry_run_options(arguments: Sequence[str]) -> tuple[DryRunOptions | Non
 def planned_sharding(options: DryRunOptions) -> Sharding:
     """Return how the run that a dry run plans for is spread over processes and machines.
 
-    The options decide. What they leave open is taken from the launch of this process. Raises
-    `UserError` for FSDP, and for processes that do not divide evenly over the machines.
+    The options decide. What they leave open is taken from the launch of this process, but for
+    DeepSpeed, which only the run's config knows. Raises `UserError` for FSDP, and for processes
+    that do not divide evenly over the machines.
     """
     if options.accelerate_config is not None:
         return sharding_from_file(
@@ -88,4 +89,4 @@ def planned_sharding(options: DryRunOptions) -> Sharding:
     machines = options.machines or sharding_of_launch.machines
     processes = options.processes or sharding_of_launch.local_processes * machines
     check_processes_divide_evenly(processes, machines)
-    return replace(sharding_of_launch, processes=processes, machines=machines)
+    return Sharding(processes=processes, machines=machines)

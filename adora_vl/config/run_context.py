@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from adora_vl.config.dry_run_options import DryRunOptions, planned_sharding
-from adora_vl.config.sharding import Sharding, sharding_from_environment
+from adora_vl.config.sharding import Sharding, sharding_from_environment, with_deepspeed
+
+if TYPE_CHECKING:
+    from adora_vl.config.schema import AdoraGRPOConfig
 
 _OTHER_MACHINE_NOTE = (
     "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
@@ -48,29 +51,43 @@ class RunContext:
     messages: CheckMessages = field(default_factory=CheckMessages)
 
     @classmethod
-    def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
+    def of_launch(cls, config: AdoraGRPOConfig, output_dir_mode: OutputDirMode) -> RunContext:
         """Return the context of a run on this machine, spread over processes as it was launched.
 
-        `output_dir_mode`: whether `output_dir` is locked (`lock`), only looked at (`inspect`) or
-        left alone (`ignore`).
+        Args:
+            config: The training keys, which say whether DeepSpeed divides the run.
+            output_dir_mode: Whether `output_dir` is locked (`lock`), only looked at (`inspect`) or
+                left alone (`ignore`).
+
+        Raises `UserError` for FSDP, which is not supported.
         """
         return cls(
             on_this_machine=True,
-            sharding=sharding_from_environment(),
+            sharding=with_deepspeed(sharding_from_environment(), config.deepspeed_plugin),
             output_dir_mode=output_dir_mode,
             dry_run=False,
         )
 
     @classmethod
-    def of_dry_run(cls, options: DryRunOptions, *, on_this_machine: bool) -> RunContext:
+    def of_dry_run(
+        cls, config: AdoraGRPOConfig, options: DryRunOptions, *, on_this_machine: bool
+    ) -> RunContext:
         """Return the context of a dry run.
 
-        `on_this_machine`: whether it plans for this machine. Raises `UserError` for
-        FSDP, which is not supported.
+        Args:
+            config: The training keys, which say whether DeepSpeed divides the run.
+            options: Those of `--dry-run`.
+            on_this_machine: Whether it plans for this machine.
+
+        Raises `UserError` for FSDP, which is not supported.
         """
+        sharding = planned_sharding(options)
+        # As in a run, the key `deepspeed` comes before the file of `accelerate launch`.
+        if config.deepspeed or options.accelerate_config is None:
+            sharding = with_deepspeed(sharding, config.deepspeed_plugin)
         return cls(
             on_this_machine=on_this_machine,
-            sharding=planned_sharding(options),
+            sharding=sharding,
             output_dir_mode="inspect" if on_this_machine else "ignore",
             dry_run=True,
             messages=CheckMessages(unchecked=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),

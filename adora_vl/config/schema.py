@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+from accelerate.utils import parse_flag_from_env
 from transformers.utils import (
     is_torch_bf16_gpu_available,
     is_torch_cuda_available,
@@ -20,6 +21,7 @@ from adora_vl.config.methods import build_methods_and_set_keys, replace_function
 from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import enum_value, to_json_types
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.launch import release_killed_builds
 from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -53,6 +55,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         self._refuse_contradictions()
         # Before TRL's own checks, because a method may set keys of TRL.
         self.methods = build_methods_and_set_keys(self, functions)
+        if self.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            # From here on DeepSpeed may ask torch for operators, and torch would wait for ever.
+            release_killed_builds()
         self._init_trl_keys(planned_processes)
         # For its side effect: `without_secrets` remembers the secrets among the values, so that no
         # later output shows them.

@@ -1,15 +1,16 @@
-"""How a run is spread over processes and machines.
+"""How a run is spread over processes and machines, and what DeepSpeed divides among them.
 
-It is read from an accelerate config, or from the environment of `accelerate launch`.
+For a run that is planned it is read from an accelerate config. For one that was launched, processes
+and machines are read from the environment, and DeepSpeed from the plugin of the run's config.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -17,6 +18,9 @@ from adora_vl.utils.cli import read_mapping
 from adora_vl.utils.convert import convert, options_to_dict
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import SEVERAL_PROCESSES_HINT
+
+if TYPE_CHECKING:
+    from accelerate.utils import DeepSpeedPlugin
 
 FSDP_IS_UNSUPPORTED = (
     "is not supported, as neither its memory nor its checkpoints nor its weights in the engine were "
@@ -120,8 +124,15 @@ def sharding_from_file(
             f"{error_prefix} names a DeepSpeed file; write "
             "zero_stage and the offload keys into the accelerate config"
         )
+    # accelerate's default is 2
     stage = convert(f"{error_prefix}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero)
-    return _deepspeed_sharding(processes, machines, {**deepspeed, "zero_stage": stage})
+    return Sharding(
+        processes=processes,
+        stage=stage,
+        offload_optimizer=_is_device(deepspeed.get("offload_optimizer_device")),
+        offload_parameters=_is_device(deepspeed.get("offload_param_device")),
+        machines=machines,
+    )
 
 
 def _check_several_machines(
@@ -151,7 +162,9 @@ def _check_several_machines(
 
 
 def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
-    """Read how this run is spread over processes from what `accelerate launch` sets.
+    """Read over how many processes and machines this run is spread, from what a launcher sets.
+
+    What DeepSpeed divides is not read here: a key of the run may say that too (`with_deepspeed`).
 
     `environment`: the environment variables of a process. Without a launcher it is one process.
     Raises `UserError` for FSDP.
@@ -161,14 +174,25 @@ def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sh
     processes = int(environment.get("WORLD_SIZE", "1"))
     # Without LOCAL_WORLD_SIZE all processes are on this machine.
     local_processes = int(environment.get("LOCAL_WORLD_SIZE") or processes)
-    machines = max(1, processes // local_processes)
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
-        return Sharding(processes=processes, machines=machines)
-    names = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-    deepspeed_keys = {
-        name: environment.get(f"ACCELERATE_DEEPSPEED_{name.upper()}") for name in names
-    }
-    return _deepspeed_sharding(processes, machines, deepspeed_keys)
+    return Sharding(processes=processes, machines=max(1, processes // local_processes))
+
+
+def with_deepspeed(sharding: Sharding, plugin: DeepSpeedPlugin | None) -> Sharding:
+    """Return a sharding with what DeepSpeed divides and offloads in a run.
+
+    Args:
+        sharding: The processes and machines of the run.
+        plugin: The `deepspeed_plugin` of the run's config. Transformers makes it from the key
+            `deepspeed`, or else from what `accelerate launch` sets; None without DeepSpeed.
+    """
+    if plugin is None:
+        return replace(sharding, stage=None, offload_optimizer=False, offload_parameters=False)
+    return replace(
+        sharding,
+        stage=plugin.zero_stage,
+        offload_optimizer=_is_device(plugin.offload_optimizer_device),
+        offload_parameters=_is_device(plugin.offload_param_device),
+    )
 
 
 def check_processes_divide_evenly(processes: int, machines: int) -> None:
@@ -183,21 +207,6 @@ def check_processes_divide_evenly(processes: int, machines: int) -> None:
         )
 
 
-def _deepspeed_sharding(
-    processes: int, machines: int, deepspeed_keys: Mapping[str, Any]
-) -> Sharding:
-    """Return the sharding that the DeepSpeed keys of an accelerate config ask for.
-
-    `deepspeed_keys`: the config's `deepspeed_config`; keys may be missing or None.
-    """
-    optimizer_device = str(deepspeed_keys.get("offload_optimizer_device") or "none").lower()
-    param_device = str(deepspeed_keys.get("offload_param_device") or "none").lower()
-    stage = deepspeed_keys.get("zero_stage")
-    return Sharding(
-        processes=processes,
-        # accelerate's default is 2
-        stage=2 if stage is None else int(stage),
-        offload_optimizer=optimizer_device != "none",
-        offload_parameters=param_device != "none",
-        machines=machines,
-    )
+def _is_device(offload_device: str | None) -> bool:
+    """Return whether DeepSpeed's device to offload to, such as `cpu`, `none` or None, is one."""
+    return str(offload_device or "none").lower() != "none"

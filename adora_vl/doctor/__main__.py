@@ -35,6 +35,7 @@ from adora_vl.utils.launch import (
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
+    from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import RunRequest
     from adora_vl.preflight.resolved_run import ResolvedRun
 
@@ -101,25 +102,28 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
-    checks += environment_checks(request)
+    context = RunContext.of_launch(request.config, "inspect")
+    checks += environment_checks(request, context)
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
-    run = run_checks(request, RunContext.of_launch("inspect"))
+    run = run_checks(request, context)
     checks += checks_without_weights(run)
     return checks + engine_checks(run)
 
 
-def environment_checks(request: RunRequest) -> list[Check]:
-    """Check the libraries that only some runs need, driver, compilers, and limit of open files."""
+def environment_checks(request: RunRequest, context: RunContext) -> list[Check]:
+    """Check the libraries that only some runs need, driver, compilers, and limit of open files.
+
+    `request`: what the user asks for. `context`: where the run takes place.
+    """
     import torch
 
-    from adora_vl.config.sharding import sharding_from_environment
     from adora_vl.doctor import checks
 
     config = request.config
     model = request.model.model_args
-    uses_deepspeed = sharding_from_environment().stage is not None
+    uses_deepspeed = context.sharding.stage is not None
     libraries = checks.check_optional_libraries(
         use_vllm=config.use_vllm,
         use_peft=model.use_peft,

@@ -68,11 +68,9 @@ def check_model(
     check_tensor_parallel(config, model.config, context.sharding.processes)
     if context.on_this_machine and config.has_colocated_engine:
         refuse_on_cpu(model.config, config.vllm_enable_sleep_mode)
-    # A dry run plans for DeepSpeed without starting it.
-    uses_deepspeed = config.deepspeed_plugin is not None or context.sharding.stage is not None
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
     if model.continued_adapter is None and model_checks.loses_updates(
-        model_args, model.config, deepspeed=uses_deepspeed
+        model_args, model.config, deepspeed=context.sharding.stage is not None
     ):
         context.messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model

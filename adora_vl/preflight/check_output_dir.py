@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, zero_stage_name
+from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint
 from adora_vl.checkpoint.resume import InputFolder, StartPoint
 from adora_vl.config.command import refuse_unusable_output_dir
 from adora_vl.data.loading import script_arguments_for_fingerprint
@@ -107,7 +107,7 @@ def compute_fingerprint_of_run(
         model=model_id,
         revision=model.revision,
         processes=context.sharding.processes,
-        sharding=context.sharding.name if context.dry_run else zero_stage_name(request.config),
+        sharding=context.sharding.name,
         code_hashes=code_hashes,
         left_out_ids=data.left_out_ids,
         has_tools=bool(request.tools),

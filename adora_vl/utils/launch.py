@@ -85,8 +85,6 @@ def prepare_engine_environment() -> None:
     """
     put_environment_first_on_path()
     use_one_gpu()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        release_killed_builds()  # before the first operator is asked for
     # Weights are synced by reaching into the engine, so it must not live in a process of its own.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -174,7 +174,8 @@ def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp
     for key, value in keys.items():
         argv += [f"--{key}", "null" if value is None else value]
     request = request_from_command(parse_command(argv))
-    command_rows = run_checks(request, RunContext.of_launch("ignore")).data.train_dataset
+    context = RunContext.of_launch(request.config, "ignore")
+    command_rows = run_checks(request, context).data.train_dataset
     assert len(rows) == len(command_rows) == 12
     for row, command_row in zip(rows, command_rows, strict=True):
         assert row == command_row
@@ -502,7 +503,7 @@ def check_run_with_environment(
     request = RunRequest(
         args, source, rows, reward_pairs, environment_factory=environment, tools=tools
     )
-    return run_checks(request, RunContext.of_launch("ignore"))
+    return run_checks(request, RunContext.of_launch(args, "ignore"))
 
 
 def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):

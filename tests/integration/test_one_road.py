@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import trl
 from datasets import Dataset
 from PIL import Image
 from transformers import Gemma3Config, Qwen2Config
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import get_quantization_config
 
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
+from adora_vl.config.sharding import Sharding
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from adora_vl.geometry.figure import figure_as_json
@@ -35,6 +37,7 @@ from adora_vl.planning.plan import make_plan
 from adora_vl.preflight import run_checks as checks
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.train import main
@@ -187,7 +190,7 @@ def user_message(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def start_from_python(argv: list[str], dataset: Dataset | None = None) -> None:
+def start_from_python(argv: list[str], dataset: Dataset | None = None) -> ResolvedRun:
     """Check a run as a start from Python does, with the command's keys as objects."""
     script, config, model = parse(argv)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
@@ -200,9 +203,9 @@ def start_from_python(argv: list[str], dataset: Dataset | None = None) -> None:
     )
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
-        RunContext.of_launch("ignore"),
+        RunContext.of_launch(config, "ignore"),
     )
-    run.lock_output_dir(
+    return run.lock_output_dir(
         {"true": True, "None": None}.get(
             str(config.resume_from_checkpoint), config.resume_from_checkpoint
         )
@@ -928,7 +931,52 @@ def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
             checks_made.clear()
             run = entry_point()
             assert checks_made == CHECKS_IN_ORDER
-            assert run is None or run.messages.unchecked == []
+            assert run.messages.unchecked == []
+
+
+@pytest.fixture
+def zero3_file(tmp_path: Path) -> Iterator[Path]:
+    """Write a DeepSpeed config with ZeRO-3 and the optimizer in host memory.
+
+    Transformers builds models in shards as long as such a config is in use.
+    """
+    file = tmp_path / "zero3.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    yield file
+    unset_hf_deepspeed_config()
+
+
+def test_the_key_deepspeed_divides_a_run_on_every_way(
+    folder_of_wrong_inputs, zero3_file, tmp_path, subtests
+):
+    """With the key `deepspeed` every way knows the stage of ZeRO and the offloading.
+
+    Nothing in the environment says that DeepSpeed is used. In a dry run the key comes before the
+    config of `accelerate launch`, as in a run.
+    """
+    argv = [
+        *CPU_KEYS,
+        *BATCH_OF_ONE_GROUP,
+        *("--model_name_or_path", "tiny"),
+        *("--dataset_name", str(folder_of_wrong_inputs / "data")),
+        *("--output_dir", str(tmp_path / "run")),
+        *("--deepspeed", str(zero3_file)),
+    ]
+    zero2 = CONFIGS_FOLDER / "accelerate" / "zero2.yaml"
+    planned = DryRunOptions(accelerate_config=zero2, processes=1)
+    run_by_entry_point: dict[str, Callable[[], ResolvedRun]] = {
+        "doctor": lambda: prepare(parse_command(argv), "inspect"),
+        "dry run": lambda: prepare_on_paper(parse_command(argv), DryRunOptions()),
+        "dry run of a launch": lambda: prepare_on_paper(parse_command(argv), planned),
+        "command": lambda: prepare(parse_command(argv)),
+        "Python": lambda: start_from_python([*argv[:-3], str(tmp_path / "python"), *argv[-2:]]),
+    }
+    for name, entry_point in run_by_entry_point.items():
+        with subtests.test(name):
+            run = entry_point()
+            assert run.context.sharding == Sharding(stage=3, offload_optimizer=True)
+            assert run.fingerprint["sharding"] == "zero3"
 
 
 def test_a_config_for_gpus_passes_the_same_checks_on_a_laptop(subtests):

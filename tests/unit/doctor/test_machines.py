@@ -50,6 +50,7 @@ from adora_vl.utils.launch import (
     single_process_note,
     use_one_gpu,
 )
+from tests.support.stand_ins import training_config
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = REPOSITORY / "configs"
@@ -138,18 +139,18 @@ def test_what_several_machines_could_not_start_from_is_refused(case_folder):
         sharding_from_file(TWO_MACHINES_CONFIG, processes=16, machines=3)
 
 
-def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
-    """16 processes, 4 on each machine, are 4 machines; DeepSpeed's stage is 2 unless it is said."""
-    environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert sharding_from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
+def test_machines_are_known_from_what_the_launcher_tells():
+    """16 processes, 4 on each machine, are 4 machines."""
+    environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}
+    assert sharding_from_environment(environment) == Sharding(processes=16, machines=4)
 
 
 def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     """The variable that accelerate sets for FSDP is enough to refuse the run."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for context in (
-        lambda: RunContext.of_launch("ignore"),
-        lambda: RunContext.of_dry_run(DryRunOptions(), on_this_machine=True),
+        lambda: RunContext.of_launch(training_config(), "ignore"),
+        lambda: RunContext.of_dry_run(training_config(), DryRunOptions(), on_this_machine=True),
     ):
         with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):
             context()

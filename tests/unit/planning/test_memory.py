@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DeepSpeedPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
@@ -19,7 +20,12 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import SyncedReferenceModel
 from adora_vl.config.batch_plan import build_batch_layout, subgroup_size
-from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
+from adora_vl.config.sharding import (
+    Sharding,
+    sharding_from_environment,
+    sharding_from_file,
+    with_deepspeed,
+)
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
@@ -174,19 +180,23 @@ def test_sharding_is_read_from_the_shipped_files():
     assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
-def test_sharding_is_read_from_what_accelerate_launch_tells():
-    """The variables that `accelerate launch` sets give the sharding; without them, one process."""
-    environment = {
-        "WORLD_SIZE": "4",
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    }
-    assert sharding_from_environment(environment) == Sharding(
-        processes=4, stage=3, offload_optimizer=True
-    )
+def test_sharding_is_read_from_what_accelerate_launch_tells(monkeypatch):
+    """The variables that `accelerate launch` sets give the sharding; without them, one process.
+
+    DeepSpeed's stage is 2 unless a variable says another, or the file that one names.
+    """
+    assert sharding_from_environment({"WORLD_SIZE": "4"}) == Sharding(processes=4)
     assert sharding_from_environment({}) == Sharding(processes=1)
+    assert with_deepspeed(Sharding(processes=4, stage=3), None) == Sharding(processes=4)
+    assert with_deepspeed(Sharding(), DeepSpeedPlugin()) == Sharding(stage=2)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+    divided = with_deepspeed(Sharding(processes=4), DeepSpeedPlugin())
+    assert divided == Sharding(processes=4, stage=3, offload_optimizer=True)
+    zero = {"stage": 1, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
+    assert with_deepspeed(Sharding(), plugin) == Sharding(stage=1, offload_parameters=True)
 
 
 def test_an_accelerate_file_that_cannot_be_used(case_folder):

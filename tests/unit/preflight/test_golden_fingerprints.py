@@ -110,7 +110,7 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
         rows=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )
-    run = run_checks(request, RunContext.of_launch("ignore"))
+    run = run_checks(request, RunContext.of_launch(config, "ignore"))
     return fingerprint_of_settings(run)
 
 

@@ -94,7 +94,7 @@ def start_from_python(output_dir: Path) -> None:
         rows=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )
-    run_checks(request, RunContext.of_launch("ignore"))
+    run_checks(request, RunContext.of_launch(config, "ignore"))
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils import launch
 
 TIME_LONG_AGO = time.time() - 2 * launch.FOREIGN_BUILD_PATIENCE_S
@@ -119,15 +121,28 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
     assert not capfd.readouterr().err
 
 
-def test_only_a_run_with_deepspeed_looks(abandoned_lock: Path, monkeypatch: pytest.MonkeyPatch):
-    """Only DeepSpeed builds operators, so that other runs leave the lock alone."""
+@pytest.mark.parametrize(
+    ("launched_with_deepspeed", "key", "lock_stays"),
+    [
+        (None, None, True),
+        ("false", None, True),
+        ("true", None, False),
+        (None, {"zero_optimization": {"stage": 2}}, False),
+    ],
+)
+def test_only_a_run_with_deepspeed_looks(
+    launched_with_deepspeed: str | None,
+    key: dict[str, Any] | None,
+    lock_stays: bool,
+    abandoned_lock: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Only DeepSpeed builds operators, so that other runs leave the lock alone.
+
+    DeepSpeed is chosen by `accelerate launch`, or by the key `deepspeed`.
+    """
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
-    for under_deepspeed, lock_stays in (
-        (None, True),
-        ("false", True),
-        ("true", False),
-    ):
-        if under_deepspeed:
-            monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
-        launch.prepare_engine_environment()
-        assert abandoned_lock.exists() is lock_stays
+    if launched_with_deepspeed is not None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", launched_with_deepspeed)
+    AdoraGRPOConfig(output_dir="nowhere", use_cpu=True, bf16=False, deepspeed=key)
+    assert abandoned_lock.exists() is lock_stays
