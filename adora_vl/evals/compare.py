@@ -20,7 +20,7 @@ from adora_vl.evals.compare_views import (
 from adora_vl.evals.records import AccuracyMetric, PublishedResults
 from adora_vl.evals.score_differences import (
     accuracy_difference,
-    find_common_pids,
+    find_common_version_ids,
     paired_test,
     problem_count_text,
 )
@@ -336,16 +336,16 @@ def _test_lines(baseline: ScoreFile, run: ScoreFile) -> list[str]:
     difference = accuracy_difference([baseline], [run])
     if difference is None:
         raise UserError(f"run: {run.name!r} and {baseline.name!r} have no problem in common")
-    common_pids = find_common_pids([baseline, run])
-    problem_ids = baseline.problem_ids_of(common_pids)
+    common_version_ids = find_common_version_ids([baseline, run])
+    problem_ids = baseline.problem_ids_of(common_version_ids)
     text = (
         f"{run.name} - {baseline.name}: {difference.points} (paired, "
         f"{problem_count_text(problem_ids, 'common problem')})"
     )
     if differ_in_tools(baseline, run):
         return [text, *tool_lines(baseline, run)]
-    baseline_accuracies = [baseline.accuracy_by_pid[pid] for pid in common_pids]
-    run_accuracies = [run.accuracy_by_pid[pid] for pid in common_pids]
+    baseline_accuracies = baseline.accuracies_of(common_version_ids)
+    run_accuracies = run.accuracies_of(common_version_ids)
     test = paired_test(baseline_accuracies, run_accuracies, problem_ids)
     if test.p is None:  # McNemar's test is for single answers, each right or wrong
         return [text + "; several answers a problem, so no McNemar test"]
@@ -364,7 +364,9 @@ def _note_lines(runs: Sequence[ScoreFile], published: PublishedResults | None) -
         notes = comparability_warnings(runs, subject=TOOL_FIELDS if is_about_tools else ())
     else:
         notes = partial_score_notes(runs[0].score)
-    if any(run.accuracy_by_pid.keys() != runs[0].accuracy_by_pid.keys() for run in runs):
+    if any(
+        run.accuracy_by_version_id.keys() != runs[0].accuracy_by_version_id.keys() for run in runs
+    ):
         notes.append(
             "warning: the runs do not have the same problems; the tests use the common ones, the "
             "table all"

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
 from adora_vl.evals.score_differences import (
-    find_common_pids,
+    find_common_version_ids,
     improves_significantly,
     paired_difference,
     paired_test,
@@ -61,14 +61,14 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     `run_by_view` is a group of `group_runs_by_view`. Its views are some of `text` (the facts of the
     picture in words), `image`, `both` and `blank` (a grey picture).
     """
-    common_pids = find_common_pids(list(run_by_view.values()))
-    if not common_pids:
+    common_version_ids = find_common_version_ids(list(run_by_view.values()))
+    if not common_version_ids:
         return []
     # The accuracy on each common problem, by view.
     accuracies_by_view = {
-        view: [run.accuracy_by_pid[pid] for pid in common_pids] for view, run in run_by_view.items()
+        view: run.accuracies_of(common_version_ids) for view, run in run_by_view.items()
     }
-    problem_ids = next(iter(run_by_view.values())).problem_ids_of(common_pids)
+    problem_ids = next(iter(run_by_view.values())).problem_ids_of(common_version_ids)
     lines = ["", f"what it was shown, {problem_count_text(problem_ids, 'common problem')}:"]
     for view, accuracies in accuracies_by_view.items():
         mean = mean_with_interval(accuracies, problem_ids)
@@ -117,13 +117,13 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
 
     Exactly one of the two runs had tools; it may be either. Returns lines for the screen.
     """
-    common_pids = find_common_pids([first, second])
+    common_version_ids = find_common_version_ids([first, second])
     # The names of a run without tools are the empty text, which sorts first.
     run_without, run_with = sorted([first, second], key=_tool_names)
     tools = _tool_names(run_with)
-    accuracies_without = [run_without.accuracy_by_pid[pid] for pid in common_pids]
-    accuracies_with = [run_with.accuracy_by_pid[pid] for pid in common_pids]
-    problem_ids = run_without.problem_ids_of(common_pids)
+    accuracies_without = run_without.accuracies_of(common_version_ids)
+    accuracies_with = run_with.accuracies_of(common_version_ids)
+    problem_ids = run_without.problem_ids_of(common_version_ids)
     test = paired_test(accuracies_without, accuracies_with, problem_ids)
     if test.p is None:  # there are several answers to a problem
         how_often = "more often"

@@ -40,11 +40,13 @@ class Difference:
         )
 
 
-def find_common_pids(runs: Sequence[ScoreFile]) -> list[str]:
-    """Return the ids of the problems that all runs answered, in the order of the first run."""
-    return [
-        pid for pid in runs[0].accuracy_by_pid if all(pid in run.accuracy_by_pid for run in runs)
-    ]
+def find_common_version_ids(runs: Sequence[ScoreFile]) -> list[str]:
+    """Return the ids of the versions that all runs answered, in the order of the first run."""
+    common_version_ids = []
+    for version_id in runs[0].accuracy_by_version_id:
+        if all(version_id in run.accuracy_by_version_id for run in runs):
+            common_version_ids.append(version_id)
+    return common_version_ids
 
 
 def accuracy_difference(
@@ -56,18 +58,21 @@ def accuracy_difference(
     with other seeds. The interval says how the difference would vary if other problems had been
     drawn. Returns None where the runs have no common problem.
     """
-    common_pids = find_common_pids([*first_runs, *second_runs])
-    if not common_pids:
+    common_version_ids = find_common_version_ids([*first_runs, *second_runs])
+    if not common_version_ids:
         return None
-    first_accuracies = [
-        fmean(run.accuracy_by_pid[pid] for run in first_runs) for pid in common_pids
-    ]
-    second_accuracies = [
-        fmean(run.accuracy_by_pid[pid] for run in second_runs) for pid in common_pids
-    ]
-    problem_ids = first_runs[0].problem_ids_of(common_pids)
+    first_accuracies = _mean_accuracies(first_runs, common_version_ids)
+    second_accuracies = _mean_accuracies(second_runs, common_version_ids)
+    problem_ids = first_runs[0].problem_ids_of(common_version_ids)
     difference = paired_difference(first_accuracies, second_accuracies, problem_ids)
     return replace(difference, over=problem_count_text(problem_ids))
+
+
+def _mean_accuracies(runs: Sequence[ScoreFile], version_ids: Sequence[str]) -> list[float]:
+    """Return the accuracy on each of these versions, averaged over the runs."""
+    return [
+        fmean(run.accuracy_by_version_id[version_id] for run in runs) for version_id in version_ids
+    ]
 
 
 def problem_count_text(problem_ids: Sequence[str], noun: str = "problem") -> str:

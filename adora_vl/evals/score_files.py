@@ -25,11 +25,11 @@ class ScoreFile:
     """The name in tables: the path, or what the caller calls the run."""
     score: Score
     """The content of the file."""
-    accuracy_by_pid: dict[str, float]
-    """The share of right answers to each problem, by its id (`pid`). Where one problem is asked in
-    several versions, each has a pid."""
-    problem_id_by_pid: dict[str, str]
-    """The id of the problem, by pid; versions of one problem have the same."""
+    accuracy_by_version_id: dict[str, float]
+    """The share of right answers to each version of a problem, by its id (`pid` in the files). Most
+    benchmarks ask each problem in one version alone."""
+    problem_id_by_version_id: dict[str, str]
+    """The id of the problem that each version belongs to."""
 
     @classmethod
     def from_score(cls, name: str, score: Score) -> ScoreFile:
@@ -37,26 +37,31 @@ class ScoreFile:
 
         Two items with the pid `15`, one `correct` and one `wrong`, give the accuracy 0.5.
         """
-        are_correct_by_pid: dict[str, list[bool]] = {}
-        problem_id_by_pid: dict[str, str] = {}
+        are_correct_by_version_id: dict[str, list[bool]] = {}
+        problem_id_by_version_id: dict[str, str] = {}
         for item in score["items"]:
-            problem_id_by_pid[item["pid"]] = item.get("problem", item["pid"])
+            version_id = item["pid"]
+            problem_id_by_version_id[version_id] = item.get("problem", version_id)
             is_correct = item["verdict"] == CORRECT
-            are_correct_by_pid.setdefault(item["pid"], []).append(is_correct)
-        accuracy_by_pid = {
-            pid: sum(are_correct) / len(are_correct)
-            for pid, are_correct in are_correct_by_pid.items()
+            are_correct_by_version_id.setdefault(version_id, []).append(is_correct)
+        accuracy_by_version_id = {
+            version_id: sum(are_correct) / len(are_correct)
+            for version_id, are_correct in are_correct_by_version_id.items()
         }
         return cls(
             name=name,
             score=score,
-            accuracy_by_pid=accuracy_by_pid,
-            problem_id_by_pid=problem_id_by_pid,
+            accuracy_by_version_id=accuracy_by_version_id,
+            problem_id_by_version_id=problem_id_by_version_id,
         )
 
-    def problem_ids_of(self, pids: Sequence[str]) -> list[str]:
-        """Return the id of the problem that each pid is a version of."""
-        return [self.problem_id_by_pid[pid] for pid in pids]
+    def accuracies_of(self, version_ids: Sequence[str]) -> list[float]:
+        """Return the share of right answers to each of these versions."""
+        return [self.accuracy_by_version_id[version_id] for version_id in version_ids]
+
+    def problem_ids_of(self, version_ids: Sequence[str]) -> list[str]:
+        """Return the id of the problem that each of these versions belongs to."""
+        return [self.problem_id_by_version_id[version_id] for version_id in version_ids]
 
     @property
     def benchmark(self) -> str:

@@ -13,7 +13,7 @@ from adora_vl.evals.compare import comparability_warnings, shorten_middle
 from adora_vl.evals.score_differences import (
     Difference,
     accuracy_difference,
-    find_common_pids,
+    find_common_version_ids,
 )
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
 from adora_vl.report.compared_runs import (
@@ -168,10 +168,12 @@ def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
                 f"RUN: the scores of {benchmark} have no problem in common; evaluate on the same "
                 "data"
             )
-        common_pids = find_common_pids([run.scores[benchmark] for run in (*a.runs, *b.runs)])
+        common_version_ids = find_common_version_ids(
+            [run.scores[benchmark] for run in (*a.runs, *b.runs)]
+        )
         over_seeds = difference_over_seeds(
-            _accuracy_by_seed(a, benchmark, common_pids),
-            _accuracy_by_seed(b, benchmark, common_pids),
+            _accuracy_by_seed(a, benchmark, common_version_ids),
+            _accuracy_by_seed(b, benchmark, common_version_ids),
         )
         metric = f"{benchmark}, held out"
         # The row over seeds comes first: what another seed would give is the wider question.
@@ -185,12 +187,11 @@ def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
 
 
 def _accuracy_by_seed(
-    run_set: RunSet, benchmark: str, common_pids: Sequence[str]
+    run_set: RunSet, benchmark: str, common_version_ids: Sequence[str]
 ) -> dict[int, float]:
     """Return the accuracy of each run of a set on some problems of a benchmark, by its seed."""
     accuracies = [
-        fmean(run.scores[benchmark].accuracy_by_pid[pid] for pid in common_pids)
-        for run in run_set.runs
+        fmean(run.scores[benchmark].accuracies_of(common_version_ids)) for run in run_set.runs
     ]
     return run_set.by_seed(accuracies)
 
@@ -416,7 +417,8 @@ def _caution_lines(a: RunSet, b: RunSet) -> list[str]:
         scores = [run.scores[benchmark] for run in runs]
         lines += comparability_warnings(scores)
         if any(
-            score.accuracy_by_pid.keys() != scores[0].accuracy_by_pid.keys() for score in scores
+            score.accuracy_by_version_id.keys() != scores[0].accuracy_by_version_id.keys()
+            for score in scores
         ):
             lines.append(
                 f"warning: the runs do not have the same problems of {benchmark}; the common ones "
