@@ -38,7 +38,7 @@ from adora_vl.packing.split_attention import (
     LAYOUT_ARGUMENT,
     configured_attention,
     empty_mask,
-    install_split_attention,
+    install_packed_attention,
 )
 from adora_vl.types import RowImages, RowsOnCpu
 
@@ -251,7 +251,7 @@ class PackedForward:
             groups: neighbouring rows, grouped by prompt, such as [[4, 5], [6]].
         """
         plain_model = self._accelerator.unwrap_model(inputs.model)
-        install_split_attention(plain_model)
+        install_packed_attention(plain_model)
         packed = _pack_chunk(plain_model, inputs, groups)
         model_inputs: dict[str, Any] = {
             "input_ids": packed.ids_NS,

@@ -64,10 +64,13 @@ def empty_mask(device: torch.device) -> Tensor:
     return torch.empty(1, 1, 0, 0, device=device)
 
 
-def install_split_attention(model: "PreTrainedModel") -> None:
+def install_packed_attention(model: "PreTrainedModel") -> None:
     """Make `model`, in whatever wrapper, accept the argument `packed_layout` from now on.
 
-    Its attention modules get a copy of the configuration that names our implementation. The model's
+    A forward with it attends within groups, and its decoder returns the hidden states that predict
+    a scored token alone. Every other forward is as before.
+
+    The attention modules get a copy of the configuration that names our implementation. The model's
     configuration is unchanged, so masks, saved files and other models that are built from it are
     not affected. The implementation stays installed, because gradient checkpointing looks it up
     again in the backward pass. A second call changes nothing.
@@ -87,7 +90,7 @@ def install_split_attention(model: "PreTrainedModel") -> None:
     )
     for module in modules:
         module.config = attention_config
-    decoder.register_forward_hook(_keep_scored_positions, with_kwargs=True)
+    decoder.register_forward_hook(_select_predicting_states, with_kwargs=True)
 
 
 def _config_with_attention(config: PreTrainedConfig, attention: str) -> Any:
@@ -98,7 +101,7 @@ def _config_with_attention(config: PreTrainedConfig, attention: str) -> Any:
     return config_copy
 
 
-def _keep_scored_positions(
+def _select_predicting_states(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -108,8 +111,9 @@ def _keep_scored_positions(
 
     The LM head, which comes next, then computes nothing else. The hidden state of a prompt's last
     token is kept once for each rollout, since it predicts the first token of all of them. For
-    example, `p0 p1 a0 a1 b0` with the rollouts `a0 a1 a2` and `b0 b1` keeps the positions 1 2 3 for
-    a, and 1 4 for b. Passes that are not packed are left as they are.
+    example, the rollouts `a0 a1 a2` and `b0 b1` are packed as `p0 p1 a0 a1 b0`, without their last
+    tokens. The hidden states 1 2 3 predict a's tokens, and 1 4 those of b, so 1 2 3 1 4 are kept.
+    Passes that are not packed are left as they are.
     """
     layout: PackedLayout | None = kwargs.get(LAYOUT_ARGUMENT)
     if layout is not None:

@@ -44,7 +44,7 @@ from adora_vl.packing.split_attention import (
     LAYOUT_ARGUMENT,
     configured_attention,
     empty_mask,
-    install_split_attention,
+    install_packed_attention,
 )
 from tests.support.small_models import (
     FLOAT64_BOUND,
@@ -161,7 +161,7 @@ def prompt_positions_and_images(model: Any, rows: Batch) -> tuple[Tensor, dict[s
 
 def packed_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from one packed sequence, (B, C)."""
-    install_split_attention(model)
+    install_packed_attention(model)
     positions, images = prompt_positions_and_images(model, rows)
     packed = pack_rows(
         rows["ids"],
@@ -368,8 +368,8 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             model = small_model(model_type).eval()
             rows = random_rows([(5, [4, 2])], images=False)
             logits_before, tokens_before = logits_and_generated_tokens(model, rows)
-            install_split_attention(model)
-            install_split_attention(model)  # a second time, which changes nothing
+            install_packed_attention(model)
+            install_packed_attention(model)  # a second time, which changes nothing
             layout_of_other_rows = pack_rows(
                 rows["ids"],
                 attention_mask=rows["mask"],
@@ -563,7 +563,7 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
     """A pass without a shared prompt tells flash attention its own name, by which it finds kernels.
 
-    `install_split_attention` registers another attention on top of it, under another name.
+    `install_packed_attention` registers another attention on top of it, under another name.
     """
     names = []
 
@@ -574,7 +574,7 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
     model = small_model("qwen2")
     model.config._attn_implementation = "flash_attention_2"
-    install_split_attention(model)
+    install_packed_attention(model)
     model(torch.arange(6)[None])
     assert set(names) == {"flash_attention_2"}
 
