@@ -112,7 +112,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # The values of `_step` at which the present generation is learned from, such as 4 to 7.
     _steps_of_generation: range = range(0)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parameters of TRL's trainer
         self,
         model: str | PreTrainedModel,
         reward_funcs: Any = None,

@@ -121,7 +121,7 @@ def _select_predicting_states(
     return output
 
 
-def _packed_or_stock_attention(
+def _packed_or_stock_attention(  # noqa: PLR0913  # the interface of Transformers
     implementation: str,
     module: Any,
     query: Tensor,

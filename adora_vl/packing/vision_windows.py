@@ -102,7 +102,7 @@ def sort_windows(lengths: tuple[int, ...], device: torch.device) -> SortedWindow
         )
 
 
-def attend_windows(
+def attend_windows(  # noqa: PLR0913  # the interface of Transformers
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -164,7 +164,7 @@ def line(
     return image
 
 
-def measure(
+def measure(  # noqa: PLR0913  # the model writes each coordinate by its name
     x1: float,
     y1: float,
     x2: float,

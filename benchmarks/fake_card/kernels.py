@@ -269,7 +269,7 @@ def _quantise_layer(layer: bitsandbytes.nn.Linear4bit, config: BitsAndBytesConfi
         layer.bias = nn.Parameter(bias, requires_grad=False)
 
 
-def gemm_4bit(
+def gemm_4bit(  # noqa: PLR0913  # an operator of bitsandbytes
     rows: Tensor,
     packed: Tensor,
     shape: Any,

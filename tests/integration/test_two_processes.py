@@ -41,6 +41,7 @@ from tests.support.tiny_run import read_training_log
 from tests.support.weights import mean_weight_difference
 
 pytestmark = pytest.mark.slow
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
 SMOKE_RUN_ARGUMENTS = cli_arguments(
     config="configs/train/smoke_cpu.yaml",
     adora_synthetic_rows=64,
@@ -383,7 +384,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
 def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads, tmp_path):
     """An engine that two processes share gives each rollout the same tokens."""
     completions_by_run = []
-    shared_memory_before = set(Path("/dev/shm").glob("*cpushm*"))
+    shared_memory_before = set(SHARED_MEMORY.glob("*cpushm*"))
     for config, processes in (("cpu", 1), ("cpu_zero3", 2)):
         output_dir = tmp_path / config
         accelerate_launch(
@@ -417,7 +418,7 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
     assert of_whole_engine == of_divided_engine
     assert len(of_whole_engine) == 32
     assert len(set(of_whole_engine.values())) > 16, "the rollouts of a problem differ"
-    shared_memory_after = set(Path("/dev/shm").glob("*cpushm*"))
+    shared_memory_after = set(SHARED_MEMORY.glob("*cpushm*"))
     assert shared_memory_before == shared_memory_after, (
         "what a run leaves there keeps the next from starting"
     )

@@ -106,7 +106,11 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
 
     A second conversion may change a value, and a second method has a state of its own.
     """
-    no_checks: Callable[[object], list[object]] = lambda run: []  # noqa: E731
+
+    def no_checks(run: object) -> list[object]:
+        """Return no results."""
+        return []
+
     monkeypatch.setattr(doctor, "checks_without_weights", no_checks)
     monkeypatch.setattr(doctor, "engine_checks", no_checks)
     words_for_gpu = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_1gpu_lora.yaml")]

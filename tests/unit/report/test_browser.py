@@ -94,8 +94,11 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
     """
     browser.set_viewport()
     browser.open(page_of_two_runs)
-    # such as `12 of 84`: the groups that the filter shows, of all
-    count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
+
+    def count() -> str:
+        """Return how many groups of all the filter shows, such as `12 of 84`."""
+        return browser.text("#count").split(" groups")[0]
+
     assert count() == "84 of 84"
     assert len(browser.all_texts("#list button")) == 50
     assert browser.text("#page-number") == "1 of 2"
