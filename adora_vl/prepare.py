@@ -41,6 +41,7 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     prepare_engine_environment()
     from adora_vl.config.dry_run_options import planned_sharding
     from adora_vl.config.run_context import RunContext
+    from adora_vl.config.schema import key_that_needs_missing_gpu
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
@@ -49,5 +50,9 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
         max_rows=options.rows,
         planned_processes=planned_sharding(options).processes,
     )
-    context = RunContext.of_dry_run(request.config, options, on_this_machine=request.runs_here)
+    context = RunContext.of_dry_run(
+        request.config,
+        options,
+        on_this_machine=key_that_needs_missing_gpu(request.config) is None,
+    )
     return run_checks(request, context)

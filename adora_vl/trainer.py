@@ -67,7 +67,6 @@ from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
-from adora_vl.record.clocks import StepClocks, start_clocks
 from adora_vl.record.manifest import (
     end_manifest,
     mark_failed_on_error,
@@ -76,6 +75,7 @@ from adora_vl.record.manifest import (
 )
 from adora_vl.record.metrics import write_missing_end_of_metrics
 from adora_vl.record.micro_batch_means import MicroBatchMeans
+from adora_vl.record.phases import PhaseClock, start_clock
 from adora_vl.record.shown_metrics import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
@@ -152,7 +152,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             request = RunRequest(
                 config=config,
                 model=model_source(
-                    model, config, processing_class, peft_config, quantization_config
+                    model,
+                    config=config,
+                    processor=processing_class,
+                    peft_config=peft_config,
+                    quantization_config=quantization_config,
                 ),
                 rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
@@ -164,10 +168,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        clocks = start_clocks(run.config, self.log_metric, evaluates=run.evaluations is not None)
+        clock = start_clock(run.config, self.log_metric, evaluates=run.evaluations is not None)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
-        with use_own_classes_in_trl(run, policy, clocks.engine_phase):
+        with use_own_classes_in_trl(run, policy, clock.phase):
             super().__init__(
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
@@ -182,13 +186,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             )
         self._means = MicroBatchMeans(run.config, self._metrics["train"])
         self.prefetch = NoPrefetch()  # until the data loader is made
-        self.parts = self._build_parts(clocks)
+        self.parts = self._build_parts(clock)
         self._replace_callbacks()
 
-    def _build_parts(self, clocks: StepClocks) -> StepParts:
+    def _build_parts(self, clock: PhaseClock) -> StepParts:
         """Return the objects that a training step consists of, once TRL has loaded the models.
 
-        `clocks`: what measures the phases of a step.
+        `clock`: what measures the phases of a step.
         """
         context = StepContext(
             accelerator=self.accelerator,
@@ -201,7 +205,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             log_weighted=self._means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
-        return StepParts(self, self.run, context, clocks=clocks, models=models)
+        return StepParts(self, self.run, context, clock=clock, models=models)
 
     def _replace_callbacks(self) -> None:
         """Add this package's callbacks, and remove those of Transformers that print."""
@@ -370,7 +374,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         # The log-probabilities of the reference model, for example.
         parts.generation_logps.add_to_generation(unscored_groups.batch, generation.key.mode)
         # The seconds of the block are logged under the name of the phase.
-        with parts.clocks.seconds.phase("grading"):
+        with parts.clock.phase("grading"):
             scores = parts.reward_functions.score(unscored_groups, self.state)
         # Rewards, lengths and further facts of all ranks' rollouts.
         facts = parts.scorer.score(unscored_groups, scores, generation.group_size, step)
@@ -384,7 +388,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         scored_groups = ScoredGroups(
             groups=groups, batch=unscored_groups.batch, facts=facts, assessment=assessment
         )
-        with parts.clocks.seconds.phase("other"):
+        with parts.clock.phase("other"):
             parts.metrics_logger.log_scored(generation, unscored_groups, scored_groups)
         return scored_groups
 
@@ -403,10 +407,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         advantages = parts.advantage_computer.compute(scored_groups.assessment)
         batch = self._with_advantages(scored_groups.batch, advantages.final_PG)
         # The seconds of each block are logged under the name of its phase.
-        with parts.clocks.seconds.phase("policy"):
+        with parts.clock.phase("policy"):
             for extension in parts.extensions:
                 extension.after_weighing(generation, batch, advantages)
-        with parts.clocks.seconds.phase("other"):
+        with parts.clock.phase("other"):
             parts.metrics_logger.log_learned(generation, batch, advantages)
         return batch
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import ConfigKey, config_key_by_name
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
@@ -23,32 +24,18 @@ from adora_vl.utils.convert import allows_type
 from adora_vl.utils.errors import UserError, nearest_choice
 from adora_vl.utils.own_files import search_files_beside
 
-
-@dataclass(frozen=True)
-class OtherTrainer:
-    """Another trainer, whose config a user may name by mistake.
-
-    `name`: what it is called. `migrate_word`: what `adora_vl.migrate` calls it.
-    """
-
-    name: str
-    migrate_word: str
-
-
-# Other trainers by a key that only their configs have.
+# Other trainers, whose config a user may name by mistake, by a key that only their configs have:
+# what the trainer is called, and what `adora_vl.migrate` calls it.
 OTHER_TRAINERS_BY_KEY = {
-    "worker": OtherTrainer(name="EasyR1", migrate_word="easyr1"),
-    "actor_rollout_ref": OtherTrainer(name="verl", migrate_word="verl"),
-    "rlhf_type": OtherTrainer(name="ms-swift", migrate_word="swift"),
+    "worker": ("EasyR1", "easyr1"),
+    "actor_rollout_ref": ("verl", "verl"),
+    "rlhf_type": ("ms-swift", "swift"),
 }
 # The options of the training command that are no config keys. A misspelt key may have meant one.
 COMMAND_OPTIONS = (
     "config",
     "dry-run",
-    "card-gib",
-    "processes",
-    "accelerate-config",
-    "write-config",
+    *(option.name.replace("_", "-") for option in fields(DryRunOptions)),
     "help",
     "help-all",
 )
@@ -117,18 +104,16 @@ def convert_cli_value(key: str, value: object, hint: Any) -> Any:
     return convert_key(key, value, hint)
 
 
-def parse_command(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
+def parse_command(arguments: Sequence[str]) -> CliArgs:
     """Read a training command: its config file, and the command line, which wins over the file.
 
     The environment variables that the file asks for are set. TRL is not imported, so keys whose
     types only TRL knows stay unconverted.
 
-    Args:
-        arguments: The words of the command line.
-        needs_model: Whether a command that names no model is refused.
+    `arguments`: the words of the command line.
 
-    Raises `UserError` for a key that no training config has, a file that cannot be read, and a
-    value that its key does not take.
+    Raises `UserError` for a key that no training config has, a file that cannot be read, a value
+    that its key does not take, and a command that names no model.
     """
     keys = config_key_by_name()
     cli_keys = _group_words_by_key(arguments)
@@ -154,7 +139,7 @@ def parse_command(arguments: Sequence[str], *, needs_model: bool = True) -> CliA
             unconverted[key] = value
     if "output_dir" in values:
         refuse_unusable_output_dir(values["output_dir"])
-    if needs_model and "model_name_or_path" not in values:
+    if "model_name_or_path" not in values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
@@ -207,12 +192,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises `UserError` naming the file, also for a config of another trainer.
     """
     values_by_key = read_mapping("--config", path)
-    for key, trainer in OTHER_TRAINERS_BY_KEY.items():
+    for key, (trainer, migrate_word) in OTHER_TRAINERS_BY_KEY.items():
         if key in values_by_key:
-            command = f"`python -m adora_vl.migrate {trainer.migrate_word} {path}`"
+            command = f"`python -m adora_vl.migrate {migrate_word} {path}`"
             raise UserError(
-                f"--config: {str(path)!r} is a config of {trainer.name}; {command} writes one of "
-                "ours"
+                f"--config: {str(path)!r} is a config of {trainer}; {command} writes one of ours"
             )
     for key, value in values_by_key.items():
         # `env` is TRL's: environment variables, and no key of a config.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from transformers.utils import (
 )
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.command import CliArgs, convert_cli_value, parse_command
+from adora_vl.config.command import CliArgs, convert_cli_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import build_methods_and_set_keys, replace_functions_by_names
 from adora_vl.config.values import annotations_of_keys, convert_fields
@@ -319,20 +318,12 @@ def check_device(config: AdoraGRPOConfig) -> None:
         )
 
 
-CONFIG_DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
-
-
 class Configs(NamedTuple):
-    """The three dataclasses of a training command.
-
-    `runs_here`: whether this machine has the GPU that the training config needs. If not, the config
-    is of a dry run, which plans for another machine.
-    """
+    """The three dataclasses of a training command."""
 
     script_args: AdoraScriptArguments
     training: AdoraGRPOConfig
     model: ModelConfig
-    runs_here: bool = True
 
 
 def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) -> Configs:
@@ -361,12 +352,7 @@ def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) ->
     except (ValueError, TypeError) as error:
         one_line = " ".join(str(error).split())
         raise UserError(one_line) from error
-    return Configs(
-        script_args=script_args,
-        training=training,
-        model=model,
-        runs_here=key_that_needs_missing_gpu(training) is None,
-    )
+    return Configs(script_args=script_args, training=training, model=model)
 
 
 def _kwargs_for(
@@ -384,12 +370,3 @@ def _kwargs_for(
         if key in converted_values:
             kwargs[key] = converted_values[key]
     return kwargs
-
-
-def parse(arguments: Sequence[str]) -> tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]:
-    """Read the words of a training command, and build its three dataclasses.
-
-    The command need not name a model. Raises `UserError`.
-    """
-    configs = build_configs(parse_command(arguments, needs_model=False))
-    return configs.script_args, configs.training, configs.model

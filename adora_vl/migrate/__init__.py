@@ -5,8 +5,6 @@ counterpart is listed with what that means. The result is a beginning to look th
 of equal runs. There is a file for each trainer.
 """
 
-from adora_vl.migrate.command import convert_config, main
-from adora_vl.migrate.config_text import yaml_text
-from adora_vl.migrate.migration import Migration
+from adora_vl.migrate.command import main
 
-__all__ = ["Migration", "convert_config", "main", "yaml_text"]
+__all__ = ["main"]

@@ -59,27 +59,19 @@ examples:
 
 
 def convert_config(
-    trainer: str, config: Path | None, reward: str | None = None, words: Sequence[str] = ()
-) -> Migration:
-    """Convert the config of another trainer to our keys.
+    trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
+) -> tuple[Migration, LaunchPlan]:
+    """Convert the config of another trainer to our keys, and return too how its run is started.
 
     Args:
         trainer: one of `TRAINERS`.
         config: a YAML file or a shell script; None where `words` are all there is.
-        reward: FILE.py:FUNCTION in place of the config's own reward.
+        reward: FILE.py:FUNCTION in place of the config's own reward; None for that one.
         words: arguments such as KEY=VALUE and --key value, which replace values of the config.
 
     Raises:
         UserError: the config cannot be read or converted.
     """
-    migration, _ = _convert(trainer, config, reward=reward, words=words)
-    return migration
-
-
-def _convert(
-    trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
-) -> tuple[Migration, LaunchPlan]:
-    """Convert a config as `convert_config` does, and return too how its run is started."""
     other_trainer = TRAINERS[trainer]
     source = read_source(config, words, nested=other_trainer.nested)
     migration = Migration(source)
@@ -109,7 +101,7 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
             "CONFIG: name a YAML file or a shell script, or write KEY=VALUE; see `python -m "
             "adora_vl.migrate --help`"
         )
-    migration, launch = _convert(options.trainer, config, reward=options.reward, words=words)
+    migration, launch = convert_config(options.trainer, config, reward=options.reward, words=words)
     output: Path = options.output or Path(f"{options.trainer}.adora.yaml")
     if config is not None and options.output is None:
         output = config.with_suffix(".adora.yaml")

@@ -10,7 +10,7 @@ from adora_vl.utils.cli import printable, yaml_line
 _COMMENT_COLUMN = 50  # characters of a line before its comment
 
 
-def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool = False) -> str:
+def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool) -> str:
     """Return the converted config as YAML, with where each value came from and what to look at.
 
     A line is for example `beta: 0.04   # kl_coef (default)`. Text of the other trainer stands in

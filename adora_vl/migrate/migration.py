@@ -176,15 +176,6 @@ class Migration:
         if value is not None:
             self.set_key(key, value, name)
 
-    def copy_path(self, key: str, name: str) -> None:
-        """Set one of our keys as `copy_key` does, for a value that may name a file.
-
-        Where the file exists, its path from the current folder is written in place of the name.
-        """
-        value = self.get(name)
-        if value is not None:
-            self.set_key(key, self.resolve_path(value), name)
-
     def add_remark(self, text: str) -> None:
         """Add a line to what a person has to look at, once."""
         if text not in self.remarks:

@@ -214,8 +214,10 @@ def _convert_data(migration: Migration) -> None:
             f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
             "Hugging Face hub, where the name may be another one"
         )
-    migration.copy_path("adora_system_prompt", "system")
-    system = str(migration.get("system") or "")
+    system_prompt = migration.get("system")
+    if system_prompt is not None:
+        migration.set_key("adora_system_prompt", migration.resolve_path(system_prompt), "system")
+    system = str(system_prompt or "")
     if len(system.split()) == 1 and migration.source.find_path(system) is None:
         migration.add_remark(f"prompt: system: {system} is not here; copy it, or write its text")
     if "adora_system_prompt" not in migration.keys:

@@ -22,7 +22,6 @@ from adora_vl.migrate.source import read_yaml
 _MODEL = "actor_rollout_ref.model."
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
-_REF = "actor_rollout_ref.ref."
 _DEFAULTS_FILE = Path(__file__).with_name("verl_defaults.yaml")
 _NAMES: KeyMap = {
     "model_name_or_path": (f"{_MODEL}path", None),

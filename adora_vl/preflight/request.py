@@ -47,8 +47,7 @@ class RunRequest:
     command's data and rewards, or the data sets that Python code passed. `rewards`, `tools` and
     `environment_factory`: objects of Python code; `tools` are added to those of the key, and
     `environment_factory` takes the key's place. `cli_args`: the command; None from Python.
-    `max_rows`: the number of prompts whose length is measured; None: all. `runs_here`: whether this
-    machine has the GPU that the config needs; only a dry run is asked for another machine.
+    `max_rows`: the number of prompts whose length is measured; None: all.
     """
 
     config: AdoraGRPOConfig
@@ -57,7 +56,6 @@ class RunRequest:
     rewards: object = None
     cli_args: CliArgs | None = None
     max_rows: int | None = None
-    runs_here: bool = True
     tools: Sequence[str | Callable[..., Any]] = ()
     environment_factory: Callable[[], object] | None = None
 
@@ -111,7 +109,6 @@ def request_from_command(
         rows=configs.script_args,
         cli_args=cli_args,
         max_rows=max_rows,
-        runs_here=configs.runs_here,
     )
 
 
@@ -174,33 +171,18 @@ def _name_of_model(model: str | PreTrainedModel) -> str:
 
 def model_source(
     model: str | PreTrainedModel,
+    *,
     config: AdoraGRPOConfig,
     processor: ProcessorMixin | None,
     peft_config: PeftConfig | None,
-    quantization_config: object,
+    quantization_config: Any,
 ) -> ModelSource:
-    """Return where the policy of a run from Python comes from; the arguments are the trainer's."""
-    # A copy, because PEFT writes the name of the base model into it.
-    peft_config = deepcopy(peft_config)
-    return ModelSource(
-        model_args=model_args_from_python(model, config, peft_config, quantization_config),
-        peft_config=peft_config,
-        loaded=None if isinstance(model, str) else model,
-        processor=processor,
-    )
-
-
-def model_args_from_python(
-    model: str | PreTrainedModel,
-    config: AdoraGRPOConfig,
-    peft_config: PeftConfig | None,
-    quantization_config: Any = None,
-) -> ModelConfig:
-    """Return the model keys that a command would have for the arguments of Python code.
+    """Return where the policy of a run from Python comes from, with the keys of a command for it.
 
     Args:
         model: A name, or a model that is loaded already.
         config: The training keys; its `model_init_kwargs` say how a named model is loaded.
+        processor: The processor of the model; None for the model's own.
         peft_config: The config of a new adapter; None for no adapter.
         quantization_config: How the model is quantised, a `BitsAndBytesConfig`. None: that of
             `model_init_kwargs`, if they have one.
@@ -215,7 +197,9 @@ def model_args_from_python(
             "BitsAndBytesConfig(load_in_4bit=True)"
         )
     has_adapter = False
+    loaded_model = None
     if not isinstance(model, str):
+        loaded_model = model
         is_quantised = getattr(model, "quantization_method", None) is not None
         if quantisation is not None or is_quantised:
             raise UserError(
@@ -228,7 +212,7 @@ def model_args_from_python(
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "revision": None,
         }
-    return ModelConfig(
+    model_args = ModelConfig(
         model_name_or_path=_name_of_model(model),
         model_revision=init_kwargs.get("revision"),
         dtype=str(init_kwargs.get("dtype", "float32")).removeprefix("torch."),
@@ -237,4 +221,11 @@ def model_args_from_python(
         load_in_4bit=quantisation is not None,
         bnb_4bit_quant_type=getattr(quantisation, "bnb_4bit_quant_type", "nf4"),
         use_bnb_nested_quant=bool(getattr(quantisation, "bnb_4bit_use_double_quant", False)),
+    )
+    return ModelSource(
+        model_args=model_args,
+        # A copy, because PEFT writes the name of the base model into it.
+        peft_config=deepcopy(peft_config),
+        loaded=loaded_model,
+        processor=processor,
     )

@@ -30,7 +30,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import AdoraGRPOConfig, model_setup
-from adora_vl.config.schema import parse
+from adora_vl.config.command import parse_command
+from adora_vl.config.schema import build_configs
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.families import freeze
@@ -356,7 +357,7 @@ def _parse_config(card_run: CardRun, folder: Path) -> tuple[AdoraGRPOConfig, Mod
     words = ["--config", card_run.config]
     for key, value in overrides.items():
         words += [f"--{key}", str(value)]
-    _, config, model = parse([*words, *card_run.words])
+    _, config, model = build_configs(parse_command([*words, *card_run.words]))
     config.model_init_kwargs = {
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,

@@ -27,9 +27,8 @@ from adora_vl.config.command import parse_command
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
-    ModelSource,
     RunRequest,
-    model_args_from_python,
+    model_source,
     request_from_command,
 )
 from adora_vl.preflight.resolved_run import ResolvedRun
@@ -499,7 +498,9 @@ def check_run_with_environment(
         report_to="none",
     )
     rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
-    source = ModelSource(model_args_from_python("tiny", args, None))
+    source = model_source(
+        "tiny", config=args, processor=None, peft_config=None, quantization_config=None
+    )
     request = RunRequest(
         args, source, rows, reward_pairs, environment_factory=environment, tools=tools
     )

@@ -24,7 +24,6 @@ from trl import get_quantization_config
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
-from adora_vl.config.schema import parse
 from adora_vl.config.sharding import Sharding
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import BENCHMARK_NAMES
@@ -36,7 +35,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.planning.plan import make_plan
 from adora_vl.preflight import run_checks as checks
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
+from adora_vl.preflight.request import RunRequest, model_source
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
@@ -47,6 +46,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from tests.support.adapters import sft_adapter
 from tests.support.checkpoints import write_checkpoint
+from tests.support.commands import parse
 from tests.support.examples import example_entry
 from tests.support.launch import cli_arguments
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
@@ -198,8 +198,12 @@ def start_from_python(argv: list[str], dataset: Dataset | None = None) -> Resolv
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
     name = str(model.model_name_or_path)
     lora = make_lora_config(model)
-    source = ModelSource(
-        model_args_from_python(name, config, lora, get_quantization_config(model)), lora
+    source = model_source(
+        name,
+        config=config,
+        processor=None,
+        peft_config=lora,
+        quantization_config=get_quantization_config(model),
     )
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),

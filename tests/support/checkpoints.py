@@ -22,5 +22,7 @@ def write_checkpoint(
     (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)
     (staged / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     final = output_dir / f"checkpoint-{step}"
-    store.publish_checkpoint(staged, final, {"step": step, "fingerprint": fingerprint})
+    store.publish_checkpoint(
+        staged, final, {"step": step, "fingerprint": fingerprint}, written_files=()
+    )
     return final

@@ -2,8 +2,8 @@
 
 from dataclasses import MISSING, fields
 
-from adora_vl.config.schema import CONFIG_DATACLASSES
 from adora_vl.utils.cli import to_json_types, with_dotted_keys
+from tests.support.commands import CONFIG_DATACLASSES
 from tests.support.paths import REPOSITORY
 
 CONFIGS_FOLDER = REPOSITORY / "configs"

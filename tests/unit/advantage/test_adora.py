@@ -19,9 +19,9 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advant
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
 from adora_vl.config.methods import build_pipeline, check_methods
-from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
+from tests.support.commands import parse
 from tests.support.reward_groups import (
     adora_weights,
     groups_of_rewards,

@@ -7,8 +7,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from adora_vl.config.help import asks_for_help, help_text
-from adora_vl.config.schema import CONFIG_DATACLASSES
 from adora_vl.config.trl_keys import config_key_by_name
+from tests.support.commands import CONFIG_DATACLASSES
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (

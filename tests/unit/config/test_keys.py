@@ -21,11 +21,11 @@ from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_config_file
-from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert_key
 from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
+from tests.support.commands import CONFIG_DATACLASSES, parse
 from tests.support.recipes import key_defaults
 
 ROOT = Path(__file__).parents[3]

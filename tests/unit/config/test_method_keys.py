@@ -16,8 +16,8 @@ import torch
 from adora_vl.advantage import METHODS, Groups, Method, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.methods import build_pipeline, check_methods, notes_on_methods
-from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
+from tests.support.commands import parse
 from tests.support.examples import example_entry
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]

@@ -1,11 +1,15 @@
 """What `migrate` reads: scripts, words of a command, and foreign text that must become no key."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import yaml
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.migrate import convert_config, main, yaml_text
-from adora_vl.migrate.config_text import format_unmatched
+from adora_vl.migrate.command import convert_config, main
+from adora_vl.migrate.config_text import format_unmatched, yaml_text
+from adora_vl.migrate.migration import Migration
 from adora_vl.migrate.shell import read_script
 from adora_vl.migrate.source import read_source
 from adora_vl.preflight.check_keys import check_old_logps
@@ -29,6 +33,12 @@ swift rlhf \\
 """
 
 
+def migrate(trainer: str, config: Path | None = None, words: Sequence[str] = ()) -> Migration:
+    """Convert a config of another trainer with its own reward."""
+    migration, _ = convert_config(trainer, config, reward=None, words=words)
+    return migration
+
+
 def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
     """A shell script gives the values of its longest command, with its variables filled in.
 
@@ -48,7 +58,7 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
         "seed": "$SEED",
     }
     assert source.environment["MAX_PIXELS"] == "1003520"
-    migration = convert_config("swift", file)
+    migration = migrate("swift", file)
     assert any("seed: $SEED is computed" in remark for remark in migration.remarks)
     assert "seed" not in migration.keys
     with pytest.raises(UserError, match="a quote is never closed, from 'python x.py --a"):
@@ -113,7 +123,7 @@ def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
     `MAX_PIXELS` becomes a key of ours, and `NPROC_PER_NODE` is a matter of the launcher.
     """
     line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
-    migration = convert_config("swift", None, words=line.split())
+    migration = migrate("swift", words=line.split())
     assert migration.keys["max_pixels"][0] == 1003520
     assert migration.source.environment["NPROC_PER_NODE"] == "2"
     assert set(migration.values) >= {"rlhf_type", "model"}
@@ -142,7 +152,7 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
     content = {"trainer": names, "worker": {"actor": {"model": {"model_path": "m"}}}}
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(content))
-    migration = convert_config("easyr1", file)
+    migration = migrate("easyr1", file)
     text = yaml_text(migration, "easyr1", "a\nb: c.yaml", everything=True)
     assert yaml.safe_load(text) == {key: value for key, (value, _) in migration.keys.items()}
 
@@ -199,16 +209,16 @@ def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
     """
     base = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_rank=8"]
     excluded = "actor_rollout_ref.model.exclude_modules=.*visual.*"
-    both = convert_config("verl", None, words=[*base])
+    both = migrate("verl", words=[*base])
     assert both.keys["lora_target_modules"][0] == "all-linear"
-    language = convert_config("verl", None, words=[*base, excluded])
+    language = migrate("verl", words=[*base, excluded])
     assert "lora_target_modules" not in language.keys
     assert "adora_freeze" not in language.keys
-    named = convert_config(
-        "verl", None, words=[*base, excluded, "actor_rollout_ref.model.target_modules=[q_proj]"]
+    named = migrate(
+        "verl", words=[*base, excluded, "actor_rollout_ref.model.target_modules=[q_proj]"]
     )
     assert named.keys["adora_freeze"][0] == ["vision_tower", "projector"]
-    swift = convert_config("swift", None, words=["--model", "m", "--freeze_vit", "false"])
+    swift = migrate("swift", words=["--model", "m", "--freeze_vit", "false"])
     assert swift.keys["lora_target_modules"][0] == "all-linear"
     assert swift.keys["adora_freeze"][0] == ["projector"]
 
@@ -351,7 +361,7 @@ def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, 
 def test_without_bypass_mode_the_ratio_to_the_engine_is_corrected():
     """Without the mode verl corrects for what the engine computes otherwise."""
     for words in ([], ["algorithm.rollout_correction.bypass_mode=False"]):
-        keys = convert_config("verl", None, words=[*VERL, *words]).keys
+        keys = migrate("verl", words=[*VERL, *words]).keys
         assert "adora_rollouts" not in keys
         assert "vllm_importance_sampling_correction" not in keys
         assert keys["vllm_importance_sampling_mode"][0] == "token_truncate"
@@ -361,7 +371,7 @@ def test_another_loss_of_bypass_mode_is_listed():
     """verl can learn by REINFORCE in this mode; here it is the clipped loss."""
     section = "algorithm.rollout_correction"
     words = [f"{section}.bypass_mode=True", f"{section}.loss_type=reinforce"]
-    migration = convert_config("verl", None, words=[*VERL, *words])
+    migration = migrate("verl", words=[*VERL, *words])
     assert format_unmatched(migration, everything=False) == [
         f"  {section}.loss_type: reinforce: no counterpart"
     ]
@@ -371,7 +381,7 @@ def test_another_loss_of_bypass_mode_is_listed():
 def test_what_differs_is_converted_or_named(case):
     """Each case of `RARE` writes its keys, and remarks on what it changes."""
     trainer, words, keys, remarks = RARE[case]
-    migration = convert_config(trainer, None, words=words)
+    migration = migrate(trainer, words=words)
     assert {key: migration.keys[key][0] for key in keys} == keys
     for remark in remarks:
         assert any(remark in text for text in migration.remarks), migration.remarks

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from adora_vl.config import command, trl_keys
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import COMMAND_OPTIONS, parse_command
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.help import help_text
 from adora_vl.config.methods import build_pipeline
-from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
+from tests.support.commands import CONFIG_DATACLASSES, parse
 
 ROOT = Path(__file__).parents[3]
 SLOW = {"torch", "transformers", "trl", "vllm"}
@@ -244,7 +245,7 @@ def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkey
     (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
     counting_read = Mock(wraps=read_mapping)
     monkeypatch.setattr(command, "read_mapping", counting_read)
-    cli_args = parse_command(["--config", str(tmp_path / "c.yaml")], needs_model=False)
+    cli_args = parse_command(["--config", str(tmp_path / "c.yaml"), "--model_name_or_path", "m"])
     counting_read.assert_called_once()
     assert cli_args.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
@@ -284,7 +285,7 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("{daro: {}}", {"daro": {}}),
     ):
         command = parse_command(
-            ["--config", str(path), "--adora_method", method], needs_model=False
+            ["--config", str(path), "--adora_method", method, "--model_name_or_path", "m"]
         )
         assert command.values["adora_method"] == expected
     training_config = parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
@@ -298,6 +299,15 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
     [second_option_of_a_line] = re.findall(r"or --(\S+) FILE", text)
     options.add(second_option_of_a_line)
     assert options <= set(COMMAND_OPTIONS)
+
+
+@pytest.mark.parametrize("option", [field.name for field in fields(DryRunOptions)])
+def test_a_misspelt_option_of_the_dry_run_is_proposed(option):
+    """An option of `DryRunOptions` is proposed for a word that lacks its second letter."""
+    misspelt = f"--{option[0]}{option[2:]}"
+    proposal = option.replace("_", "-")
+    with pytest.raises(UserError, match=f"did you mean '--{proposal}'"):
+        parse_command([misspelt, "1"])
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):

@@ -13,11 +13,11 @@ from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchLayout, build_batch_layout, check_row_count
 from adora_vl.config.command import read_config_file
-from adora_vl.config.schema import parse
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.request import ModelSource, RunRequest
 from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
+from tests.support.commands import parse
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER, key_defaults
 
 GEOMETRY3K_ROWS = 2101  # its training split

@@ -146,7 +146,7 @@ def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
 @pytest.mark.parametrize(("keys", "begins"), REFUSED)
 def test_a_key_that_would_not_do_what_it_is_set_for_is_refused(keys, begins):
     with pytest.raises(UserError, match=f"^{begins}"):
-        refuse_unusable_keys(checked_config(**keys))
+        refuse_unusable_keys(checked_config(**keys), trl_evaluates=False)
 
 
 def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
@@ -159,7 +159,7 @@ def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
     )
     refuse_unusable_keys(plateau, trl_evaluates=True)
     with pytest.raises(UserError, match="^lr_scheduler_type: reduce_lr_on_plateau is never told"):
-        refuse_unusable_keys(plateau)
+        refuse_unusable_keys(plateau, trl_evaluates=False)
 
 
 def test_a_step_that_passes_over_a_generation_twice_is_refused():

@@ -16,7 +16,6 @@ import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
-from adora_vl.config.schema import parse
 from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.tables import open_local
@@ -34,6 +33,7 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
+from tests.support.commands import parse
 from tests.support.row_order import row_ids_of_epochs
 from tests.support.user_tables import rows_with_images, run_convert, write_user_jsonl
 

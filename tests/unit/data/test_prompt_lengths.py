@@ -17,7 +17,6 @@ from trl.data_utils import prepare_multimodal_messages
 from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.config.schema import parse
 from adora_vl.data import overlong_prompts
 from adora_vl.data.context_limit import ContextLimit, context_limit, server_context_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
@@ -50,6 +49,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
+from tests.support.commands import parse
 from tests.support.pictures import draw_figure, encode_picture
 from tests.support.row_order import row_ids_of_epochs
 from tests.support.stand_ins import training_config

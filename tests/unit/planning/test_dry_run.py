@@ -15,7 +15,6 @@ from adora_vl.builtin.tiny_text import TextStart, prepare_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions, split_dry_run_options
-from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
 from adora_vl.data.overlong_prompts import OverlongPrompts
 from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
@@ -27,6 +26,7 @@ from adora_vl.planning.report import batch_lines, learning_rate_line, length_lin
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
+from tests.support.commands import parse
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]

@@ -23,15 +23,15 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
-from adora_vl.config.schema import parse
 from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.check_output_dir import compute_fingerprint_of_run
 from adora_vl.preflight.python_inputs import Datasets, rewards_as_json
-from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
+from adora_vl.preflight.request import RunRequest, model_source
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
+from tests.support.commands import parse
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
 STORED_FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
@@ -103,10 +103,16 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
         report_to="none",
         **options,
     )
-    keys = model_args_from_python("tiny", config, peft_config, quantised)
+    source = model_source(
+        "tiny",
+        config=config,
+        processor=None,
+        peft_config=peft_config,
+        quantization_config=quantised,
+    )
     request = RunRequest(
         config=config,
-        model=ModelSource(model_args=keys, peft_config=peft_config),
+        model=source,
         rows=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )

@@ -15,7 +15,7 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
+from adora_vl.preflight.request import RunRequest, model_source
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.utils.convert import convert
@@ -90,7 +90,9 @@ def start_from_python(output_dir: Path) -> None:
     config = AdoraGRPOConfig(output_dir=str(output_dir), **CPU_KEYS, **CHANGED_KEYS)
     request = RunRequest(
         config=config,
-        model=ModelSource(model_args=model_args_from_python("tiny", config, None)),
+        model=model_source(
+            "tiny", config=config, processor=None, peft_config=None, quantization_config=None
+        ),
         rows=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )

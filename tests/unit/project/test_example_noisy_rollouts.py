@@ -12,10 +12,10 @@ from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from adora_vl.config.batch_plan import build_batch_layout
-from adora_vl.config.schema import parse
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.training.extensions import build_extensions
 from adora_vl.types import Row
+from tests.support.commands import parse
 from tests.support.examples import EXAMPLES, generation_of_step, load_example, started_extension
 from tests.support.pictures import noise_picture
 from tests.support.step_context import step_context

@@ -13,7 +13,6 @@ from PIL import Image
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.config.schema import parse
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
 from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult, StepKey
@@ -27,6 +26,7 @@ from adora_vl.training.extensions import (
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError
+from tests.support.commands import parse
 from tests.support.step_context import step_context
 
 CPU_ARGV = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]

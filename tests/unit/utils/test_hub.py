@@ -19,7 +19,6 @@ from huggingface_hub import constants, get_session
 
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
 from adora_vl.models import load
@@ -33,6 +32,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.mathvista import BENCHMARK as MATHVISTA
+from tests.support.commands import parse
 from tests.support.hub_cache import copy_into_hub_cache
 from tests.support.tiny_run import tiny_run_arguments
 
