@@ -22,12 +22,12 @@ from adora_vl.models.load import model_hash
 from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import enum_value, to_json_types, with_dotted_keys
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import NFS_DELAY_S, wait_until_visible
+from adora_vl.utils.files import wait_until_visible
 from adora_vl.utils.secrets import without_secrets
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long
 # it goes on.
-_IGNORED_KEYS = {
+IGNORED_KEYS = {
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -173,7 +173,7 @@ def _keys_without_influence(values: Mapping[str, Any], *, has_further_tools: boo
     `has_further_tools`: whether the run has tools that the key `tools` does not name: methods of an
     environment, or tools that Python code has passed.
     """
-    ignored = set(_IGNORED_KEYS)
+    ignored = set(IGNORED_KEYS)
     # The length of a run matters if something depends on its last step, such as a learning rate
     # that falls to 0 there, or an extension, of which nothing is known.
     rate_is_constant = enum_value(values.get("lr_scheduler_type")) == "constant"
@@ -257,8 +257,6 @@ def check_ranks(
     token: str,
     rank0_fingerprint: Fingerprint,
     rank_fingerprint: Fingerprint,
-    *,
-    patience_s: float = NFS_DELAY_S,
 ) -> None:
     """Raise `UserError` on all ranks if they do not share a folder, or do not have the same run.
 
@@ -269,11 +267,10 @@ def check_ranks(
         token: The name of a file that the first rank has made in the folder (`create_token_file`).
         rank0_fingerprint: The fingerprint of the first rank, its settings that influence the steps.
         rank_fingerprint: The fingerprint of this rank.
-        patience_s: Seconds to wait for the file, since a network disk may show it late.
     """
     view = RankView(
         machine=socket.gethostname(),
-        shares_folder=wait_until_visible(output_dir / token, patience_s),
+        shares_folder=wait_until_visible(output_dir / token),
         differences=fingerprint_differences(rank0_fingerprint, rank_fingerprint),
     )
     views: list[RankView] = gather_object([view])

@@ -6,13 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.trl_state import LOSSES_KEY
+from adora_vl.record.manifest import time_now
 from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
@@ -127,9 +127,8 @@ def write_missing_end_of_metrics(
     if ends and ends[-1]["step"] == state.global_step:
         end = ends[-1]
     else:
-        time = datetime.now(UTC).isoformat(timespec="seconds")
         end = log_entry_to_line(
-            _final_log_entry(checkpoint_manifest, state), step=state.global_step, time=time
+            _final_log_entry(checkpoint_manifest, state), step=state.global_step, time=time_now()
         )
     replace_file(path, _to_jsonl([*lines, end]))
     entry = {key: value for key, value in end.items() if key not in ("kind", "time")}
@@ -208,8 +207,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         """Append the log entry as a line, which is on the disk when this returns."""
         if not state.is_world_process_zero or not logs:
             return
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        line = log_entry_to_line(logs, step=state.global_step, time=time)
+        line = log_entry_to_line(logs, step=state.global_step, time=time_now())
         with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as stream:
             stream.write(_to_jsonl([line]))
             stream.flush()

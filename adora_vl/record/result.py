@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot, inf, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,6 +32,7 @@ REWARD_KEY = "reward"
 _ACCURACY_KEY_PATTERN = re.compile(r"eval_(.*)_accuracy")
 # the entries of a run's log, or the lines of its `metrics.jsonl`
 LogEntries = Sequence[Mapping[str, Any]]
+_Value = TypeVar("_Value")
 
 
 def describe_result(folder: Path, log: LogEntries) -> str | None:
@@ -77,16 +78,14 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     lines = [line for line in log if log_entry_kind(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
         return None
-    fifth = max(1, len(lines) // 5)
-    first_lines = lines[:fifth]
-    last_lines = lines[-fifth:]
+    first_lines, last_lines = first_and_last_fifth(lines)
     step_samples = _MetricSamples(
         first=[float(line[key]) for line in first_lines],
         last=[float(line[key]) for line in last_lines],
         unit="logged step",
     )
     # A line has the metrics of all steps since the line before it.
-    line_before_last_fifth = lines[-fifth - 1]
+    line_before_last_fifth = lines[-len(last_lines) - 1]
     group_samples = _recorded_groups(
         folder,
         end_of_first_fifth=first_lines[-1].get("step", 0),
@@ -99,6 +98,12 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         samples=group_samples or step_samples,
         is_share=key == PASS_RATE_KEY,
     )
+
+
+def first_and_last_fifth(values: Sequence[_Value]) -> tuple[Sequence[_Value], Sequence[_Value]]:
+    """Return the first and the last fifth of a sequence, rounded down, at least one value each."""
+    fifth = max(1, len(values) // 5)
+    return values[:fifth], values[-fifth:]
 
 
 class _MetricSamples(NamedTuple):
@@ -214,7 +219,7 @@ def _held_out_result(folder: Path) -> str | None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
         return f"{title} {accuracy} of {count} ({SCORE_FILE_AFTER})"
     basis = f"{change.over}, of {count}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
-    return f"{title} {_share_change_text(change)} ({basis})"
+    return f"{title} {_change_text(change, of_share=True)} ({basis})"
 
 
 def _read_score_file(file: Path) -> ScoreFile | None:
@@ -240,7 +245,8 @@ def _evaluation_result(log: LogEntries) -> str | None:
         if lines:
             name = key.removeprefix("eval_").removesuffix("_accuracy")
             change = _evaluation_change(first_line=lines[0], last_line=lines[-1], key=key)
-            return f"held-out accuracy, {name} {_share_change_text(change)} (first and last evaluation)"
+            text = _change_text(change, of_share=True)
+            return f"held-out accuracy, {name} {text} (first and last evaluation)"
     return None
 
 
@@ -293,42 +299,29 @@ def _training_result(folder: Path, log: LogEntries) -> str | None:
         is_share = key == PASS_RATE_KEY
         change = training_change(folder, log, key)
         if change is None:
-            value = lines[-1][key]
-            text = _percent_text(value) if is_share else f"{value:.3g}"
+            text = _value_text(lines[-1][key], of_share=is_share)
             return f"{title} {text} (one logged step)"
         # `over` says what the interval was computed from, such as `40 and 42 groups`.
         over = "" if change.low is None else f", {change.over}"
-        text = _share_change_text(change) if is_share else _change_text(change)
+        text = _change_text(change, of_share=is_share)
         return f"{title} {text} (first and last fifth of the steps{over})"
     return None
 
 
-def _percent_text(value: float) -> str:
-    """Return a share in per cent."""
-    return f"{100 * value:.0f} %"
+def _value_text(value: float, *, of_share: bool) -> str:
+    """Return the value of a metric as text; that of a share is in per cent."""
+    return f"{100 * value:.0f} %" if of_share else f"{value:.3g}"
 
 
-def _share_change_text(change: Difference) -> str:
-    """Return a change of shares as text.
-
-    For example, `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`.
-    """
-    text = f"{_percent_text(change.first)} → {_percent_text(change.second)}"
-    if change.low is None:
-        return text
-    return f"{text}: {change.points}{_noise_words(change)}"
+def _change_text(change: Difference, *, of_share: bool) -> str:
+    """Return a change with both of its values as text: `52 % → 38 %: -14.6 points, 95 % [...]`."""
+    first_text = _value_text(change.first, of_share=of_share)
+    second_text = _value_text(change.second, of_share=of_share)
+    text = f"{first_text} → {second_text}"
+    return text if change.low is None else f"{text}: {interval_text(change, of_share=of_share)}"
 
 
-def _change_text(change: Difference) -> str:
-    """Return a change of a metric that is no share as text.
-
-    For example, `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`.
-    """
-    text = f"{change.first:.3g} → {change.second:.3g}"
-    return text if change.low is None else f"{text}: {interval_text(change)}"
-
-
-def interval_text(change: Difference, *, of_share: bool = False) -> str:
+def interval_text(change: Difference, *, of_share: bool) -> str:
     """Return a change with its interval as text: `-0.146, 95 % [-0.346, +0.054], within noise`.
 
     `of_share`: whether the metric is a share; its change is written in percentage points. The

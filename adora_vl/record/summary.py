@@ -19,7 +19,13 @@ from adora_vl.record.progress import (
     no_signal_warning,
 )
 from adora_vl.record.record_files import ROLLOUTS_FOLDER
-from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
+from adora_vl.record.result import (
+    REWARD_KEY,
+    describe_result,
+    first_and_last_fifth,
+    interval_text,
+    training_change,
+)
 from adora_vl.record.shown_metrics import ACCURACY_KEY, METRIC_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.utils.cli import enum_value, pluralize, to_json_types, yaml_line
 
@@ -131,10 +137,10 @@ def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
         values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:
             continue
-        fifth = max(1, len(values) // 5)
+        first_values, last_values = first_and_last_fifth(values)
         metric = METRIC_BY_KEY[key]
-        first_mean = metric.format_for_table(fmean(values[:fifth]))
-        last_mean = metric.format_for_table(fmean(values[-fifth:]))
+        first_mean = metric.format_for_table(fmean(first_values))
+        last_mean = metric.format_for_table(fmean(last_values))
         rows.append(MetricRow(metric.title, first_mean=first_mean, last_mean=last_mean))
     return rows
 

@@ -16,8 +16,8 @@ from adora_vl.evals.score_differences import (
     find_common_version_ids,
 )
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.report.compared_runs import (
-    PASS_RATE,
     BudgetUnit,
     RunSet,
     make_run_sets,
@@ -95,7 +95,7 @@ def difference_over_seeds(
 
 
 def value_at_budget(
-    points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW
+    points: Sequence[tuple[float, float]], budget: float, window: float
 ) -> float | None:
     """Return the value of a metric once a run has used up a budget, such as a number of rollouts.
 
@@ -215,8 +215,8 @@ def budget_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
     names = a.runs[0].curves
     shared_names = [name for name in names if all(run.curves.get(name) for run in all_runs)]
     # Evaluations come first, since they are on held-out problems: False sorts before True.
-    for name in sorted(shared_names, key=lambda name: name == PASS_RATE):
-        metric = PASS_RATE_TITLE if name == PASS_RATE else f"{name} on the way"
+    for name in sorted(shared_names, key=lambda name: name == PASS_RATE_KEY):
+        metric = PASS_RATE_TITLE if name == PASS_RATE_KEY else f"{name} on the way"
         for unit in _TEXT_BY_BUDGET_UNIT:
             budget = min(run.curves[name][-1].used(unit) for run in all_runs)
             a_by_seed = _values_by_seed_at_budget(a, name, unit, budget)
@@ -250,7 +250,7 @@ def _values_by_seed_at_budget(
         the values; empty where a run has no value within the budget.
     """
     # An evaluation is taken as it is; the pass rate of a single step is noise.
-    window = WINDOW if name == PASS_RATE else 0.0
+    window = WINDOW if name == PASS_RATE_KEY else 0.0
     values = []
     for run in run_set.runs:
         points = [(point.used(unit), point.value) for point in run.curves[name]]

@@ -9,33 +9,16 @@ from typing import Any, Literal, NamedTuple
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.table import scored_dataset_name
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import pluralize, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import escapes_folder, refuse_escaping_links
 
-PASS_RATE = "adora/pass_rate"  # noqa: S105  # no password
-# Keys that say where a run writes, what it shows and how it resumes are not compared.
-_NOT_COMPARED = {
-    "output_dir",
-    "run_name",
-    "logging_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-    "report_to",
-    "save_steps",
-    "save_strategy",
-    "save_total_limit",
-    "disable_tqdm",
-    "seed",
-    "data_seed",
-    "project",
-    "trackio_space_id",
-    "dataset_name",
-    "model_name_or_path",  # their fingerprints say more than where they lie
-}
-
-
+_SEED_KEYS = frozenset({"seed", "data_seed"})
+# Keys that may change when a run is continued, and still make two runs less alike: which steps are
+# skipped, and how an evaluation samples.
+_COMPARED_THOUGH_IGNORED = frozenset({"adora_max_ratio", "num_generations_eval"})
 # What a training uses up, so that runs can be compared after equal amounts of it
 BudgetUnit = Literal["rollouts", "seconds"]
 
@@ -66,7 +49,7 @@ class ComparedRun:
     recipe: str
     """The method in words, such as GRPO."""
     curves: dict[str, list[CurvePoint]] = field(repr=False)
-    """The pass rate in training (`PASS_RATE`), and the evaluations during the training, by name."""
+    """The pass rate in training (`PASS_RATE_KEY`), and the evaluations during the training, by name."""
     scores: dict[str, ScoreFile] = field(repr=False)
     """The newest score on each data set, by the name that the score gives it."""
     notes: tuple[str, ...] = ()
@@ -146,13 +129,15 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     Nested keys of the config are dotted, such as `adora_rollouts.budget`. Data and model are named
     by their fingerprints, since their paths may differ for the same content.
     """
+    from adora_vl.checkpoint.fingerprint import IGNORED_KEYS
     from adora_vl.record.manifest import recorded_methods
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
         config["adora_reward"] = normalize_reward_entries(config["adora_reward"])
     settings: dict[str, Any] = {}
-    for key in config.keys() - _NOT_COMPARED:
+    not_compared = IGNORED_KEYS - _COMPARED_THOUGH_IGNORED | _SEED_KEYS
+    for key in config.keys() - not_compared:
         settings |= with_dotted_keys(key, config[key])
     settings |= {
         "adora_method": "+".join(recorded_methods(config)),
@@ -215,15 +200,15 @@ def _build_curves(
         step_rollouts: rollouts that one optimizer step samples.
 
     Returns:
-        the points by the name of the metric: `PASS_RATE`, or the name of an evaluation.
+        the points by the name of the metric: `PASS_RATE_KEY`, or the name of an evaluation.
     """
-    curves: dict[str, list[CurvePoint]] = {PASS_RATE: []}
+    curves: dict[str, list[CurvePoint]] = {PASS_RATE_KEY: []}
 
     for line, seconds in zip(lines, _training_seconds(lines), strict=True):
         rollouts = line["step"] * step_rollouts
-        if line["kind"] != "eval" and line.get(PASS_RATE) is not None:
-            point = CurvePoint(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
-            curves[PASS_RATE].append(point)
+        if line["kind"] != "eval" and line.get(PASS_RATE_KEY) is not None:
+            point = CurvePoint(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE_KEY])
+            curves[PASS_RATE_KEY].append(point)
         for key, value in line.items():
             if key.startswith("eval_") and key.endswith("_accuracy") and value is not None:
                 name = key.removeprefix("eval_").removesuffix("_accuracy")

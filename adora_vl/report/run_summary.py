@@ -9,6 +9,7 @@ from typing import Any
 
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.record_files import RecordFile, read_record_file
+from adora_vl.record.result import first_and_last_fifth
 from adora_vl.utils.cli import pluralize
 
 _COLUMNS = [
@@ -229,11 +230,9 @@ def _lengths_sentence(groups: Sequence[GroupSummary]) -> str | None:
     steps = sorted({group.step for group in groups})
     if len(steps) < 2:
         return None
-    fifth = max(1, len(steps) // 5)
-    end_of_first_fifth = steps[fifth - 1]
-    begin_of_last_fifth = steps[-fifth]
-    first_groups = [group for group in groups if group.step <= end_of_first_fifth]
-    last_groups = [group for group in groups if group.step >= begin_of_last_fifth]
+    first_steps, last_steps = first_and_last_fifth(steps)
+    first_groups = [group for group in groups if group.step <= first_steps[-1]]
+    last_groups = [group for group in groups if group.step >= last_steps[0]]
     changes = []
     # Each kind once, though two verdicts have the same.
     kinds = dict.fromkeys([*_ANSWER_KIND_BY_VERDICT.values(), "answers"])

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from adora_vl.utils.cli import printable
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import RedactedError, UserError
 from adora_vl.utils.files import JsonLinesCache, naming_write_errors
@@ -561,8 +562,7 @@ def _error_words(body: bytes, key: str) -> str:
         key: the API key of the call. The server may have repeated it, so it is hidden.
     """
     text = body[:MAX_ERROR_BYTES].decode(errors="replace")
-    printable_text = "".join(char if char.isprintable() else " " for char in text)
-    one_line = " ".join(printable_text.split())
+    one_line = " ".join(printable(text).split())
     one_line = redact_secrets(one_line, key)
     return f": {one_line[:_MAX_SHOWN_CHARACTERS]}" if one_line else ""
 

@@ -13,9 +13,10 @@ from adora_vl.evals.scoring.statistics import (
     t_quantile,
     welch_interval,
 )
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.report.__main__ import main
 from adora_vl.report.compare_runs import difference_over_seeds, value_at_budget
-from adora_vl.report.compared_runs import PASS_RATE, read_compared_run, rollouts_per_step
+from adora_vl.report.compared_runs import read_compared_run, rollouts_per_step
 
 RUN_CONFIG = {
     "seed": 0,
@@ -121,10 +122,10 @@ def test_seeds_are_paired_where_they_are_the_same():
 def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
     """Twenty points (budget, value): (10, 1), (20, 2) up to (200, 20)."""
     points = [(10.0 * i, float(i)) for i in range(1, 21)]
-    assert value_at_budget(points, 100) == 10  # the points behind 90
-    assert value_at_budget(points, 200) == (19 + 20) / 2  # those behind 180
+    assert value_at_budget(points, 100, window=0.1) == 10  # the points behind 90
+    assert value_at_budget(points, 200, window=0.1) == (19 + 20) / 2  # those behind 180
     assert value_at_budget(points, 105, window=0.0) == 10
-    assert value_at_budget(points, 9) is None
+    assert value_at_budget(points, 9, window=0.1) is None
 
 
 def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
@@ -172,14 +173,14 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
         {
             "step": step,
             "kind": "train",
-            PASS_RATE: 0.5,
+            PASS_RATE_KEY: 0.5,
             "seconds/rollout": 2.0,
             "seconds/policy": 1.0,
         }
         for step in (5, 10)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    first, second = read_compared_run(folder).curves[PASS_RATE]
+    first, second = read_compared_run(folder).curves[PASS_RATE_KEY]
     # the 16 rollouts and the 2 + 1 seconds of a step, five times for each line
     assert (first.rollouts, first.seconds) == (5 * 16, 5 * 3)
     assert (second.rollouts, second.seconds) == (10 * 16, 10 * 3)
@@ -269,7 +270,7 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
             {
                 "step": step,
                 "kind": "train",
-                PASS_RATE: share,
+                PASS_RATE_KEY: share,
                 "seconds/rollout": 1.0,
             }
             for step, share in shares.items()
@@ -327,6 +328,14 @@ def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
     newer = write_run(tmp_path / "b", [0.5], adora_reward=["boxed_accuracy"])
     settings = [read_compared_run(Path(run)).settings for run in (older, newer)]
     assert settings[0]["adora_reward"] == settings[1]["adora_reward"] == ["boxed_accuracy"]
+
+
+def test_keys_that_do_not_change_a_training_are_no_difference(tmp_path):
+    """How often a run logs is none of its settings; a guard that skips steps is, and its beta."""
+    keys: dict[str, Any] = {"logging_steps": 5, "vllm_gpu_memory_utilization": 0.3, "seed": 2}
+    run = write_run(tmp_path / "a", [0.5], beta=0.1, adora_max_ratio=10.0, **keys)
+    settings = read_compared_run(Path(run)).settings
+    assert settings.keys() & {*keys, "beta", "adora_max_ratio"} == {"beta", "adora_max_ratio"}
 
 
 def test_worse_is_called_worse(tmp_path, capsys):
