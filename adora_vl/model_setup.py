@@ -16,7 +16,7 @@ from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
 from adora_vl.preflight.resolved_run import ResolvedRun
-from adora_vl.record.clocks import TimedPhase
+from adora_vl.record.phases import TimedPhase
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.weight_sync import refuse_unmergeable

@@ -30,8 +30,8 @@ from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record import metrics, progress
-from adora_vl.record.clocks import StepClocks
 from adora_vl.record.metrics_logger import MetricsLogger
+from adora_vl.record.phases import PhaseClock
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_metrics import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
@@ -91,7 +91,7 @@ class StepParts:
         run: ResolvedRun,
         context: StepContext,
         *,
-        clocks: StepClocks,
+        clock: PhaseClock,
         models: list[PreTrainedModel],
     ) -> None:
         """Make all objects, once TRL has loaded the models.
@@ -100,14 +100,14 @@ class StepParts:
             trainer: the trainer; only its attributes of TRL's class are used.
             run: the checked run.
             context: accelerator, config, log and state. Every object gets it.
-            clocks: what measures the phases of a step.
+            clock: what measures the phases of a step.
             models: the policy, and the reference model where there is one.
         """
         self._trainer = trainer
         self._run = run
         self._models = models
         self.context = context
-        self.clocks = clocks
+        self.clock = clock
         # A cached property makes its object when it is read first. All are read now, since an
         # extension may refuse the run, and should do so before the training begins.
         for name, attribute in vars(StepParts).items():
@@ -182,7 +182,7 @@ class StepParts:
                 server_context=self._server_context,
             ),
             guard=GenerationGuard(self.context, control_tokens(self._trainer.processing_class)),
-            phase=self.clocks.seconds.phase,
+            phase=self.clock.phase,
             environments=self._run.tools.environments,
             upcoming_rows=self.upcoming_rows.rows_after,
             drift_check=LateDriftCheck(self.engine_and_policy, self.generation_logps.drift_guard),
@@ -437,7 +437,7 @@ class StepParts:
         callbacks: list[TrainerCallback] = [
             self.checkpoint_state.loss_sums,
             ScaledRate(lambda: self.advantage_computer.pipeline.learning_rate_factor),
-            self.clocks.seconds,
+            self.clock,
             self.recorder,
             progress.ProgressLine(),
             metrics.MetricsFile(),
@@ -445,8 +445,8 @@ class StepParts:
             self.epoch_end,
             RefuseWrongBuffers(models_by_role),
         ]
-        if self.clocks.memory is not None:
-            callbacks.append(self.clocks.memory)
+        if self.clock.memory is not None:
+            callbacks.append(self.clock.memory)
         if self.context.config.adora_self_check:
             callbacks.append(SelfCheck(self.engine_and_policy))
         if self._run.evaluations is not None:
@@ -457,7 +457,7 @@ class StepParts:
                     plan=self._run.evaluations,
                     end_tokens=self._trainer.eos_token_ids,
                     log_evaluation=log_evaluation,
-                    timed_evaluation=self.clocks.seconds.evaluation,
+                    timed_evaluation=self.clock.evaluation,
                     system_prompt=self._run.system_prompt,
                     revision=self._run.model.revision,
                 )

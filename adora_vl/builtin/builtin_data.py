@@ -69,7 +69,7 @@ def resolve_model(name: str) -> str:
     return str(folder)
 
 
-def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
+def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None) -> str:
     """Return the folder of the data set that a user calls `name`, made here if need be.
 
     Args:

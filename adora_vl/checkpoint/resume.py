@@ -80,7 +80,7 @@ def choose_start_point(
     resume_from_checkpoint: object,
     overwrite: bool,
     run_fingerprint: Fingerprint,
-    input_folders: Sequence[InputFolder] = (),
+    input_folders: Sequence[InputFolder],
     *,
     clear: bool = True,
 ) -> StartPoint:

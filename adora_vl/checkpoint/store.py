@@ -64,7 +64,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def publish_checkpoint(
-    staged: Path, final: Path, metadata: dict[str, Any], written_files: Collection[str] = ()
+    staged: Path, final: Path, metadata: dict[str, Any], written_files: Collection[str]
 ) -> None:
     """Finish a checkpoint: write its manifest, and move it to its place in one rename.
 

@@ -139,6 +139,11 @@ class BatchLayout:
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
+    def generation_has_whole_steps(self) -> bool:
+        """Whether an optimizer step ends with each generation, and one begins with each."""
+        return self.micro_batches_per_generation % self.gradient_accumulation_steps == 0
+
+    @property
     def micro_batches_before_update(self) -> int:
         """The number of a generation's micro-batches before the first optimizer step.
 
@@ -146,10 +151,7 @@ class BatchLayout:
         """
         if self.generation_has_one_step:
             return self.micro_batches_per_generation
-        steps_end_with_generation = (
-            self.micro_batches_per_generation % self.gradient_accumulation_steps == 0
-        )
-        if steps_end_with_generation:
+        if self.generation_has_whole_steps:
             return self.gradient_accumulation_steps
         # The steps end at different micro-batches in each generation. Only the first micro-batch
         # is certain to come before an update.
@@ -166,9 +168,14 @@ class BatchLayout:
         return self.global_batch * self.gradient_accumulation_steps
 
     @property
+    def rows_per_process(self) -> int:
+        """The number of sequences in one generation on each rank."""
+        return self.micro_batch_rows * self.steps_per_generation
+
+    @property
     def generation_batch(self) -> int:
         """The number of sequences in one generation over all ranks."""
-        return self.global_batch * self.steps_per_generation
+        return self.rows_per_process * self.processes
 
     @property
     def prompts_per_generation(self) -> int:

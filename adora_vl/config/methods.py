@@ -151,9 +151,7 @@ def _name_of_python_method(method: Any) -> str:
     return name
 
 
-def build_methods(
-    value: str | Mapping[str, Any], functions: Mapping[str, Any] | None = None
-) -> MethodSet:
+def build_methods(value: str | Mapping[str, Any], functions: Mapping[str, Any]) -> MethodSet:
     """Build the methods that the value of `adora_method` names, in their order.
 
     Args:
@@ -167,7 +165,6 @@ def build_methods(
     """
     configured_methods: list[ConfiguredMethod] = []
     hashes: dict[str, str] = {}
-    functions = functions or {}
     options_by_name = _options_by_method(value, functions)
     for name, options in options_by_name.items():
         kept_keys = options.pop(KEEP_SETTINGS, [])

@@ -79,7 +79,7 @@ class Sharding:
 
 
 def sharding_from_file(
-    path: str | Path, processes: int | None = None, machines: int | None = None
+    path: str | Path, *, processes: int | None, machines: int | None
 ) -> Sharding:
     """Read how a run is spread over processes from an accelerate config.
 

@@ -310,7 +310,7 @@ def _keys_not_at_default(config: Any) -> list[str]:
     return names
 
 
-def refuse_unusable_keys(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
+def refuse_unusable_keys(config: AdoraGRPOConfig, *, trl_evaluates: bool) -> None:
     """Raise `UserError` for a key of TRL or Transformers that cannot do here what it is set for.
 
     Some of these keys would change nothing in the training. Others would break the groups of

@@ -33,8 +33,6 @@ Row = Mapping[str, Any]
 # The oldest major version of NVIDIA's driver, by the major version of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility
 OLDEST_DRIVER_BY_CUDA = {"13": 580}
-# Returns where a program is; None if it is not on PATH.
-FindProgram = Callable[[str], str | None]
 FOUR_BIT_CHECK = "4 bits compute"  # the name of a check
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
@@ -49,7 +47,7 @@ def _choices_of_row(row: Row) -> list[str] | None:
     return list(row["choices"]) if row.get("choices") else None
 
 
-def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
+def check_golds(rows: Sequence[Row], *, rounding: bool) -> Check:
     """Check that the grader accepts each row's reference answer ("gold"), and refuses a wrong one.
 
     `rounding`: whether the run's grader also accepts a rounded decimal.
@@ -148,13 +146,7 @@ class _NeededFile(NamedTuple):
     remedy: str
 
 
-def check_compilers(
-    *,
-    deepspeed: bool,
-    triton: bool,
-    find: FindProgram = shutil.which,
-    include: str = sysconfig.get_paths()["include"],
-) -> Check:
+def check_compilers(*, deepspeed: bool, triton: bool) -> Check:
     """Check for the compilers and headers that a run needs while it starts.
 
     DeepSpeed's CPU optimizer is compiled with `ninja` and a C++ compiler. On a GPU each of Triton's
@@ -163,29 +155,28 @@ def check_compilers(
     Args:
         deepspeed: Whether the run uses DeepSpeed.
         triton: Whether the run uses Triton, as on a GPU.
-        find: Returns the path of a program; None if it is not on PATH.
-        include: The folder of Python's headers.
     """
     title = "programs that compile"
     needed_files: list[_NeededFile] = []
     if deepspeed:
         needed_files += [
             _NeededFile(
-                path=find("ninja"),
+                path=shutil.which("ninja"),
                 fault="ninja is not on PATH",
                 remedy="pip install ninja in this command's environment",
             ),
             _NeededFile(
-                path=find("c++") or find("g++"),
+                path=shutil.which("c++") or shutil.which("g++"),
                 fault="no C++ compiler on PATH",
                 remedy="install one (Debian: apt-get install g++)",
             ),
         ]
     if triton:
+        include = sysconfig.get_paths()["include"]
         header = Path(include, "Python.h")
         needed_files += [
             _NeededFile(
-                path=_c_compiler(find),
+                path=_c_compiler(),
                 fault="no C compiler on PATH",
                 remedy="install one (Debian: apt-get install gcc), or name it in CC",
             ),
@@ -205,14 +196,14 @@ def check_compilers(
     return passed(title, ", ".join(paths))
 
 
-def _c_compiler(find: FindProgram) -> str | None:
+def _c_compiler() -> str | None:
     """Return the path of the C compiler that Triton would choose; None if there is none.
 
     That is the one that `CC` names, else gcc or clang.
     """
     names = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
     for name in names:
-        program_path = find(name)
+        program_path = shutil.which(name)
         if program_path:
             return program_path
     return None

@@ -173,7 +173,7 @@ def check_refill(config: AdoraGRPOConfig) -> None:
     if refill == 0:
         return
     setting = f"adora_rollouts.refill: {refill}"
-    rows = rows_per_process(config)
+    rows = BatchLayout.of(config).rows_per_process
     if rows % config.num_generations != 0:
         raise UserError(
             f"{setting} needs whole groups on every process, but one samples {rows} rollouts at a "
@@ -186,11 +186,6 @@ def check_refill(config: AdoraGRPOConfig) -> None:
         raise conflict_error(
             setting, f"{forbidding_setting}, which depends on the rows of a micro-batch"
         )
-
-
-def rows_per_process(config: AdoraGRPOConfig) -> int:
-    """Return the number of rollouts that a process samples for one generation."""
-    return int(config.per_device_train_batch_size * config.steps_per_generation)
 
 
 # Parameters of vLLM that do not depend on the beginning or the length of an answer, so that they
@@ -260,7 +255,7 @@ def _check_groups_that_wait(config: AdoraGRPOConfig, setting: str) -> None:
         raise conflict_error(setting, forbidding_setting)
     if not asks_for_regrouping(config):
         raise conflict_error(setting, "the keys of micro-batches of whole groups all false")
-    rows = rows_per_process(config)
+    rows = BatchLayout.of(config).rows_per_process
     if rows % config.num_generations != 0:
         raise conflict_error(setting, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
@@ -279,13 +274,12 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, setting: str) -> N
     `setting`: the key that lets rollouts wait, with its value.
     """
     layout = BatchLayout.of(config)
-    per_generation = layout.micro_batches_per_generation
-    per_step = layout.gradient_accumulation_steps
-    if per_generation % per_step != 0 and per_step % per_generation != 0:
+    if not layout.generation_has_whole_steps and not layout.generation_has_one_step:
         raise conflict_error(
             setting,
-            f"{per_generation} micro-batches of a generation and {per_step} of an optimizer step, "
-            "of which neither is a multiple of the other",
+            f"{layout.micro_batches_per_generation} micro-batches of a generation and "
+            f"{layout.gradient_accumulation_steps} of an optimizer step, of which neither is a "
+            "multiple of the other",
         )
 
 

@@ -146,6 +146,7 @@ class ResolvedRun:
     `request`: what the user asks for. `context`: where the run takes place. `extensions`: the
     user's extensions of the training step, by their entries in `adora_extensions`. `layout`: the
     sizes of the batches. `evaluations`: what is evaluated during training; None for nothing.
+    `user_code_hashes`: those of `hashes_of_user_code`.
     """
 
     request: RunRequest
@@ -158,6 +159,7 @@ class ResolvedRun:
     prompts: PromptInfo
     data: DataInfo
     evaluations: EvaluationPlan | None
+    user_code_hashes: Mapping[str, str]
     output: OutputInfo
 
     @property
@@ -186,11 +188,6 @@ class ResolvedRun:
     def fingerprint(self) -> Fingerprint:
         """Everything that influences the steps of the run, by which it is compared with others."""
         return self.folder.fingerprint
-
-    @property
-    def user_code_hashes(self) -> dict[str, str]:
-        """A hash of each file with the user's own code, by what the code is for."""
-        return hashes_of_user_code(self.config, self.rewards, self.tools)
 
     @cached_property
     def shape(self) -> ModelShape:

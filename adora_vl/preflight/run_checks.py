@@ -83,5 +83,6 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
         prompts=prompts,
         data=data,
         evaluations=evaluations,
+        user_code_hashes=code_hashes,
         output=output,
     )

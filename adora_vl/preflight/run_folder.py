@@ -85,7 +85,7 @@ class RunFolder:
             return self._fingerprint()
         return self._fingerprint
 
-    def inspect(self, resume_from_checkpoint: object, *, has_data: bool = True) -> StartPoint:
+    def inspect(self, resume_from_checkpoint: object, *, has_data: bool) -> StartPoint:
         """Return where a run would start, for a dry run; nothing is locked or written.
 
         `resume_from_checkpoint`: the value of the key: a checkpoint, or whether to resume from the

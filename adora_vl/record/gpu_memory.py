@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.utils.files import GIB
 
-# The phase in which the engine frees its memory, so that the policy can use it
-SLEEP_PHASE = "sleep"
 ROLLOUT_MEMORY_KEY = "memory/rollout"
 POLICY_MEMORY_KEY = "memory/policy"
 
@@ -50,23 +48,13 @@ class GpuMemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._rollout_gib: float | None = None
 
     @contextmanager
-    def phase(
-        self, name: str, clock: Callable[[str], AbstractContextManager[None]]
-    ) -> Iterator[None]:
-        """Time a phase of the engine, and note the memory in use just before it goes to sleep.
-
-        Args:
-            name: the phase, one of `PHASES`.
-            clock: times the code inside its `with` as a phase of that name.
-        """
-        if name == SLEEP_PHASE:
-            # the engine may sleep several times in a step; the fullest moment counts
-            self._rollout_gib = max(self._rollout_gib or 0.0, self._used_gib())
-        with clock(name):
-            yield
-        if name == SLEEP_PHASE:
-            # from here on the peak is that of the policy
-            torch.cuda.reset_peak_memory_stats(self._device)
+    def around_sleep(self) -> Iterator[None]:
+        """Note the memory in use before the engine frees its own, which it does inside the `with`."""
+        # the engine may sleep several times in a step; the fullest moment counts
+        self._rollout_gib = max(self._rollout_gib or 0.0, self._used_gib())
+        yield
+        # from here on the peak is that of the policy
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_step_end(
         self,

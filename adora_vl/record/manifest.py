@@ -31,16 +31,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def launch_command(arguments: Sequence[str] | None, command_line_file: Path | None = None) -> str:
+def launch_command(arguments: Sequence[str] | None) -> str:
     """Return the command that started this run as text, without secrets, for its manifest.
 
     It is `accelerate launch ...` where that command started this process, which Linux can tell, and
     `python -m adora_vl.train ...` otherwise.
 
-    Args:
-        arguments: the arguments of the command line; None where a Python script builds the trainer.
-        command_line_file: the file in which Linux has the command line of the parent process. Only
-            tests set it.
+    `arguments`: those of the command line; None where a Python script builds the trainer.
     """
     if arguments is None:
         # Python sets "" for an interactive session, and "-c" for code in a string.
@@ -48,9 +45,7 @@ def launch_command(arguments: Sequence[str] | None, command_line_file: Path | No
         if not is_script:
             return "Python"
         return shlex.join(redact_arguments([python_command(), *sys.argv]))
-    if command_line_file is None:
-        command_line_file = Path(f"/proc/{os.getppid()}/cmdline")
-    words = _accelerate_words(command_line_file)
+    words = _accelerate_words()
     # Without `-m` accelerate has started a script of the user's, which calls this command.
     if words is None or "-m" not in words:
         words = [python_command(), "-m", "adora_vl.train", *arguments]
@@ -83,16 +78,15 @@ def shortest_program_path(program: str) -> str:
     return path.name
 
 
-def _accelerate_words(command_line_file: Path) -> list[str] | None:
-    """Return the words of a process's command from `accelerate launch` on; None for any other.
+def _accelerate_words() -> list[str] | None:
+    """Return the words of the parent's command from `accelerate launch` on; None for another one.
 
     For example, `/usr/bin/python /usr/bin/accelerate launch -m adora_vl.train` gives the words
     `accelerate launch -m adora_vl.train`.
-
-    `command_line_file`: `/proc/<id>/cmdline` of Linux, in which a zero byte ends each word.
     """
     try:
-        encoded_words = command_line_file.read_bytes().split(b"\0")
+        # A zero byte ends each word.
+        encoded_words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     except OSError:  # another system than Linux, or a process that has ended
         return None
     words = [word.decode(errors="replace") for word in encoded_words if word]

@@ -68,7 +68,6 @@ class GenerationNumbers:
                 that their ages are counted. Otherwise every generation has the number 0.
         """
         self._layout = context.layout
-        self._num_processes = context.accelerator.num_processes
         self._state = context.state
         self._rows = rows
         self._is_numbered = is_numbered
@@ -146,10 +145,7 @@ class GenerationNumbers:
         """How many generations a step and an epoch have, where a step learns from whole ones."""
         layout = self._layout
         rollouts_per_epoch = len(self._rows) * layout.num_generations
-        rollouts_per_generation = (
-            layout.micro_batch_rows * layout.steps_per_generation * self._num_processes
-        )
         return GenerationPlan(
             per_step=layout.gradient_accumulation_steps // layout.micro_batches_per_generation,
-            per_epoch=rollouts_per_epoch // rollouts_per_generation,
+            per_epoch=rollouts_per_epoch // layout.generation_batch,
         )

@@ -253,7 +253,7 @@ class MicroBatcher:
         row_count = len(batch["advantages"])
         # The rows of this generation divided by the rows of a full one. It is below 1 where
         # unfinished rollouts are left to later generations.
-        filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
+        filled_share = row_count / layout.rows_per_process
         has_signal = self._which_subgroups_have_signal(batch["advantages"])
         # Ranks exchange subgroups, so that each has about as many with signal as the others.
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:

@@ -74,8 +74,7 @@ class Pool:
         # Whether rollouts are sampled in several parts: within a token budget, or turn by turn.
         self.samples_in_parts = self.allows_partial_rollouts or has_tools
         # The most groups that one rank learns from in a generation, and the fewest.
-        rows_per_generation = self.layout.micro_batch_rows * self.layout.steps_per_generation
-        self.max_groups = rows_per_generation // self.layout.num_generations
+        self.max_groups = self.layout.rows_per_process // self.layout.num_generations
         self.min_groups = _fewest_groups(self.layout, self.max_groups)
         self.generation_numbers = GenerationNumbers(
             context, self.rows, is_numbered=self.allows_stale_rollouts

@@ -161,13 +161,12 @@ class JsonLinesCache:
             file.write(line)
 
 
-def wait_until_visible(path: Path, timeout_s: float = NFS_DELAY_S) -> bool:
+def wait_until_visible(path: Path) -> bool:
     """Wait for a file that another machine wrote on a shared disk; return whether it is there.
 
-    `timeout_s`: after so many seconds waiting ends. The default is how long NFS may hide a new
-    file.
+    Waiting ends after `NFS_DELAY_S` seconds, for so long NFS may hide a new file.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + NFS_DELAY_S
     while not path.exists():
         if time.monotonic() >= deadline:
             return False
@@ -496,11 +495,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def make_folder(option: str, folder: Path) -> None:
-    """Make a folder with all folders on the way to it, unless it exists.
+def make_output_folder(folder: Path) -> None:
+    """Make the folder of `--output`, with all folders on the way to it, unless it exists.
 
-    Raises `UserError`, which begins with `option`, where it cannot be made or written into.
+    Raises `UserError` where it cannot be made or written into.
     """
-    check_folder(option, folder)
-    with naming_write_errors(option, folder):
+    check_folder("output", folder)
+    with naming_write_errors("output", folder):
         folder.mkdir(parents=True, exist_ok=True)

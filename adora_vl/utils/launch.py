@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -123,10 +122,10 @@ def use_expandable_segments() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+def segments_expand() -> bool:
     """Return whether the environment lets torch's allocator grow its blocks of GPU memory."""
     for name in _ALLOCATOR_VARIABLES:
-        options = environment.get(name)
+        options = os.environ.get(name)
         if options:
             return "expandable_segments:true" in options.replace(" ", "").lower()
     return False
@@ -187,14 +186,12 @@ def build_was_killed(lock: Path) -> bool | None:
     return True if seconds_since_write > FOREIGN_BUILD_PATIENCE_S else None
 
 
-def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
+def release_killed_builds() -> None:
     """Remove lock files that killed builds of torch's operators left, since torch waits for them.
 
     While it is not known whether a build was killed, this waits. Local rank 0 of a machine removes
     the lock files, and prints a line for each. The other ranks wait until it has. When a lock file
     is gone, torch takes the build for finished, and builds again if it is not.
-
-    `sleep`: waits some seconds, as `time.sleep`; tests pass a function that does not wait.
     """
     is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -224,7 +221,7 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                     flush=True,
                 )
                 has_printed = True
-            sleep(0.5)
+            time.sleep(0.5)
             was_killed = build_was_killed(lock)
 
 
@@ -239,20 +236,20 @@ SHORT_SHUTDOWN_WARNING = (
 )
 
 
-def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
+def under_elastic() -> bool:
     """Return whether torch's elastic launcher started this process.
 
     It passes SIGTERM, SIGINT and SIGHUP on.
     """
-    return "TORCHELASTIC_RUN_ID" in environment
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+def under_launcher() -> bool:
     """Return whether `accelerate launch` or `torchrun` started this process.
 
     A shell with nohup is no launcher.
     """
-    return under_elastic(environment) or "ACCELERATE_DYNAMO_MODE" in environment
+    return under_elastic() or "ACCELERATE_DYNAMO_MODE" in os.environ
 
 
 # What starts several: the shipped files with them, and how accelerate is told without a file.
@@ -261,17 +258,15 @@ SEVERAL_PROCESSES_HINT = (
 )
 
 
-def single_process_note(environment: Mapping[str, str] = os.environ) -> str:
+def single_process_note() -> str:
     """Return a note if `accelerate launch` was asked for several processes, but has started one.
 
     The note is empty for any other run. The environment shows it: accelerate has set MASTER_ADDR,
     at which several processes would meet, but no WORLD_SIZE.
-
-    `environment`: the variables that accelerate has set.
     """
-    wants_several = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
-    has_number = any(name.endswith("WORLD_SIZE") for name in environment)
-    if not wants_several or has_number or under_elastic(environment):
+    wants_several = "ACCELERATE_DYNAMO_MODE" in os.environ and "MASTER_ADDR" in os.environ
+    has_number = any(name.endswith("WORLD_SIZE") for name in os.environ)
+    if not wants_several or has_number or under_elastic():
         return ""
     return (
         "accelerate was asked for several processes and has started one, by distributed_type: "
@@ -287,7 +282,7 @@ def launcher_kills_early() -> bool:
     another time. A launched process sees both in its environment.
     """
     has_variable = any(name in os.environ for name in _SHUTDOWN_VARIABLES)
-    if not under_elastic(os.environ) or has_variable:
+    if not under_elastic() or has_variable:
         return False
     # accelerate lists the keys of `deepspeed_config` in its file here
     config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")

@@ -215,7 +215,7 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed_folder, tmp_pat
     bare = tmp_path / "staged" / "checkpoint-3"
     ignored = shutil.ignore_patterns(MANIFEST_FILE, COMPLETE_FILE, "model.safetensors")
     shutil.copytree(resumed_folder / "checkpoint-3", bare, ignore=ignored)
-    publish_checkpoint(bare, tmp_path / "checkpoint-3", {"step": 3})
+    publish_checkpoint(bare, tmp_path / "checkpoint-3", {"step": 3}, written_files=())
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
     gathered = load_file(tmp_path / "model" / "model.safetensors")
     saved = load_file(resumed_folder / "checkpoint-3" / "model.safetensors")

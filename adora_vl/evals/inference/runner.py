@@ -47,7 +47,7 @@ from adora_vl.evals.inference.requests import (
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import make_folder, naming_write_errors
+from adora_vl.utils.files import make_output_folder, naming_write_errors
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog
 from adora_vl.utils.openai_client import Reply
 
@@ -203,7 +203,7 @@ def infer(
     these problems, and for a prompt with one of the model's special tokens in its text.
     """
     refuse_control_tokens(problems, settings.system_prompt)
-    make_folder("output", output)
+    make_output_folder(output)
     samples = [
         AnswerSample(problem, number)
         for problem in problems

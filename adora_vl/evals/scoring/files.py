@@ -24,7 +24,7 @@ from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, ScoredBenchmark
 from adora_vl.evals.scoring.score import find_benchmark_metrics, score_predictions
 from adora_vl.evals.scoring.table import format_score
-from adora_vl.utils.files import check_json_output, make_folder, naming_write_errors
+from adora_vl.utils.files import check_json_output, make_output_folder, naming_write_errors
 
 
 def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> None:
@@ -41,7 +41,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
         kind="a score file",
         is_ours=lambda score: {"benchmark", "items"} <= score.keys(),
     )
-    make_folder("output", output.parent)
+    make_output_folder(output.parent)
     scored = score_predictions_file(benchmark, predictions, options)
     with naming_write_errors("output", output):
         write_json(output, scored.score)

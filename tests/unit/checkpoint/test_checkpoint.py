@@ -95,6 +95,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
             resume_from_checkpoint=None,
             overwrite=False,
             run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: "), name
@@ -105,6 +106,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
                 resume_from_checkpoint=str(newer),
                 overwrite=False,
                 run_fingerprint=FINGERPRINT,
+                input_folders=(),
             )
 
 
@@ -115,10 +117,18 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
         choose_start_point(
-            tmp_path, resume_from_checkpoint="auto", overwrite=False, run_fingerprint=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint="auto",
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
     start = choose_start_point(
-        tmp_path, resume_from_checkpoint="auto", overwrite=True, run_fingerprint=FINGERPRINT
+        tmp_path,
+        resume_from_checkpoint="auto",
+        overwrite=True,
+        run_fingerprint=FINGERPRINT,
+        input_folders=(),
     )
     assert start.checkpoint is None
     assert start.replaces
@@ -140,12 +150,14 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
             resume_from_checkpoint=None,
             overwrite=False,
             run_fingerprint={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
+            input_folders=(),
         )
     start = choose_start_point(
         tmp_path,
         str(tmp_path / "checkpoint-10"),
         False,
         {**FINGERPRINT, "adora_method.adora.factor": "0.2"},
+        input_folders=(),
     )
     assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
 
@@ -170,6 +182,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
                 run_fingerprint={**SHARDED, "processes": "1"},
+                input_folders=(),
             )
         with pytest.raises(
             UserError,
@@ -180,6 +193,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
                 run_fingerprint={**SHARDED, "sharding": "none"},
+                input_folders=(),
             )
     universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
     (universal / "latest_universal").write_text("global_step")
@@ -188,6 +202,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         resume_from_checkpoint=str(universal),
         overwrite=False,
         run_fingerprint={**SHARDED, "processes": "1"},
+        input_folders=(),
     ).notes[1:] == ["changed since then: processes: 2 -> 1"]
 
 
@@ -306,6 +321,7 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
             resume_from_checkpoint=None,
             overwrite=False,
             run_fingerprint=FINGERPRINT,
+            input_folders=(),
         ).checkpoint
         is None
     )
@@ -315,15 +331,24 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
             resume_from_checkpoint="true",
             overwrite=False,
             run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
     newest = write_checkpoint(tmp_path, 10)
     for word in (None, "auto", "true", True):
         assert choose_start_point(
-            tmp_path, resume_from_checkpoint=word, overwrite=False, run_fingerprint=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint=word,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         ).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
         choose_start_point(
-            tmp_path, resume_from_checkpoint="false", overwrite=False, run_fingerprint=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint="false",
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
 
 
@@ -337,7 +362,11 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, word, message):
     with pytest.raises(UserError, match=message):
         choose_start_point(
-            tmp_path, resume_from_checkpoint=word, overwrite=False, run_fingerprint=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint=word,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
 
 

@@ -96,6 +96,7 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
             resume_from_checkpoint=resume_from,
             overwrite=True,
             run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
         assert start.checkpoint is None
         assert start.replaces
@@ -114,10 +115,18 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
             choose_start_point(
-                run, resume_from_checkpoint=resume_from, overwrite=True, run_fingerprint=FINGERPRINT
+                run,
+                resume_from_checkpoint=resume_from,
+                overwrite=True,
+                run_fingerprint=FINGERPRINT,
+                input_folders=(),
             )
     start = choose_start_point(
-        run, resume_from_checkpoint=str(elsewhere), overwrite=True, run_fingerprint=FINGERPRINT
+        run,
+        resume_from_checkpoint=str(elsewhere),
+        overwrite=True,
+        run_fingerprint=FINGERPRINT,
+        input_folders=(),
     )
     assert start.checkpoint == str(elsewhere)
     assert start.replaces
@@ -152,6 +161,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
                 resume_from_checkpoint=str(run / name),
                 overwrite=overwrite,
                 run_fingerprint=FINGERPRINT,
+                input_folders=(),
             )
     assert names_of_files(run) == names_before
     moved_checkpoint = (run / OLD_RUN_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
@@ -160,6 +170,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         resume_from_checkpoint=str(moved_checkpoint),
         overwrite=True,
         run_fingerprint=FINGERPRINT,
+        input_folders=(),
     ).checkpoint == str(moved_checkpoint)
 
 
@@ -235,7 +246,11 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
         start = choose_start_point(
-            run, resume_from_checkpoint=None, overwrite=overwrite, run_fingerprint=FINGERPRINT
+            run,
+            resume_from_checkpoint=None,
+            overwrite=overwrite,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
         assert start.checkpoint is None
         if start.replaces:
@@ -281,10 +296,18 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
         choose_start_point(
-            run, resume_from_checkpoint=None, overwrite=False, run_fingerprint=FINGERPRINT
+            run,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
     assert choose_start_point(
-        run, resume_from_checkpoint=None, overwrite=True, run_fingerprint=FINGERPRINT
+        run,
+        resume_from_checkpoint=None,
+        overwrite=True,
+        run_fingerprint=FINGERPRINT,
+        input_folders=(),
     ).replaces
 
 
@@ -675,7 +698,11 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
         choose_start_point(
-            tmp_path, resume_from_checkpoint=None, overwrite=False, run_fingerprint=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
+            input_folders=(),
         )
     write_checkpoint(tmp_path, 4)
     with pytest.raises(
@@ -686,6 +713,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
             resume_from_checkpoint=None,
             overwrite=False,
             run_fingerprint={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
+            input_folders=(),
         )
 
 

@@ -218,9 +218,6 @@ def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
 
     Environment variables tell whether there is one.
     """
-    assert not any(
-        launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION")
-    )
     started: list[str] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
     for name, watches in {

@@ -12,7 +12,6 @@ import pytest
 from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_differences
 from adora_vl.checkpoint.resume import choose_start_point
-from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
 from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
@@ -27,6 +26,7 @@ from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from tests.support.checkpoints import write_checkpoint
+from tests.support.commands import parse
 from tests.support.user_tables import run_convert, write_user_jsonl
 
 CPU = [
@@ -223,12 +223,14 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
             resume_from_checkpoint=None,
             overwrite=False,
             run_fingerprint=fingerprint_of(data_with_choices),
+            input_folders=(),
         )
     started = choose_start_point(
         tmp_path,
         resume_from_checkpoint=None,
         overwrite=False,
         run_fingerprint=fingerprint_of(data_with_choices, "--adora_prompt", "null"),
+        input_folders=(),
     )
     assert started.checkpoint == str(checkpoint)
 

@@ -1,6 +1,8 @@
 """The doctor's checks that need no engine, each made to fail: right line, right remedy."""
 
 import json
+import shutil
+import sysconfig
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,32 +153,26 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
         (("gcc", "clang"), False, True, Status.FAILED, "apt-get install gcc"),
     ]
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     all_programs = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
     for missing, deepspeed, triton, status, remedy in cases:
         with subtests.test(f"{missing} {deepspeed} {triton}"):
             programs = {name: f"/bin/{name}" for name in all_programs if name not in missing}
-            check = check_compilers(
-                deepspeed=deepspeed, triton=triton, find=programs.get, include=str(tmp_path)
-            )
+            monkeypatch.setattr(shutil, "which", programs.get)
+            check = check_compilers(deepspeed=deepspeed, triton=triton)
             assert check.status is status
             assert remedy in check.remedy
 
     # the compiler that the variable CC names is the one that Triton takes
     path_by_program = {name: f"/bin/{name}" for name in all_programs}
+    monkeypatch.setattr(shutil, "which", path_by_program.get)
     monkeypatch.setenv("CC", "mycc -m64")
-    check_on_gpu = check_compilers(
-        deepspeed=False, triton=True, find=path_by_program.get, include=str(tmp_path)
-    )
+    check_on_gpu = check_compilers(deepspeed=False, triton=True)
     assert "/bin/mycc" in check_on_gpu.detail
     assert "gcc" not in check_on_gpu.detail
 
     headers.unlink()
-    check_without_headers = check_compilers(
-        deepspeed=False,
-        triton=True,
-        find=path_by_program.get,
-        include=str(tmp_path),
-    )
+    check_without_headers = check_compilers(deepspeed=False, triton=True)
     assert check_without_headers.status is Status.FAILED
     assert "Python's headers" in check_without_headers.remedy
 
@@ -205,10 +201,12 @@ def test_golds_that_can_be_graded_and_broken_ones(subtests):
     for answer in ["60", "2\\sqrt{221}", "\\frac{39}{4}", "100\\pi", "A"]:
         with subtests.test(answer):
             choices = ["30", "60", "90", "120"] if answer == "A" else None
-            assert check_golds([gold_row(answer, choices)] * 8).status is Status.PASSED
+            assert (
+                check_golds([gold_row(answer, choices)] * 8, rounding=False).status is Status.PASSED
+            )
     for unreadable in ["\\frac{", "", None, "x = ", "see the figure \\sqrt{"]:
         with subtests.test(f"{unreadable!r:.80}"):
-            check = check_golds([gold_row("60"), gold_row(unreadable)])
+            check = check_golds([gold_row("60"), gold_row(unreadable)], rounding=False)
             assert check.status is Status.FAILED
             assert "geometry/7" in check.detail
             assert "python -m data_prep" in check.remedy
@@ -223,7 +221,7 @@ def test_a_grader_that_accepts_anything(monkeypatch):
         "adora_vl.doctor.checks.grade",
         lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
     )
-    check = check_golds([gold_row("60")])
+    check = check_golds([gold_row("60")], rounding=False)
     assert check.status is Status.FAILED
     assert "918273.645 is accepted" in check.detail
 

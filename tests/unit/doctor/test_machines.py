@@ -37,7 +37,6 @@ from adora_vl.checkpoint.store import publish_checkpoint, read_checkpoint_manife
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
-from adora_vl.config.schema import parse
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.preflight.check_machine import check_several_machines
 from adora_vl.train import main
@@ -50,6 +49,7 @@ from adora_vl.utils.launch import (
     single_process_note,
     use_one_gpu,
 )
+from tests.support.commands import parse
 from tests.support.stand_ins import training_config
 
 REPOSITORY = Path(__file__).parents[3]
@@ -72,7 +72,8 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *arguments, "train.py"]
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
         _, environment = prepare_simple_launcher_cmd_env(args)
-        return single_process_note(environment)
+        with mock.patch.dict(os.environ, environment, clear=True):
+            return single_process_note()
 
     with mock.patch.dict(os.environ):
         for name in [
@@ -81,28 +82,28 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
             if variable == "MASTER_ADDR" or variable.endswith(("WORLD_SIZE", "RANK"))
         ]:
             del os.environ[name]  # what a trainer of another test has left
-        assert (
-            warning_after_launch()
-            == ""
-            == single_process_note({})
-            == single_process_note({"MASTER_ADDR": "127.0.0.1"})
-        )
+        assert warning_after_launch() == "" == single_process_note()
         assert warning_after_launch("--num_processes", "2").startswith(
             "accelerate was asked for several processes and has started one"
         )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        assert single_process_note() == ""
 
 
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
     """Another number of machines keeps 8 processes on each, as the file for two machines has."""
-    cases: list[Any] = [  # options of the command, expected sharding
-        ({}, Sharding(processes=16, stage=3, machines=2)),
-        ({"machines": 4}, Sharding(processes=32, stage=3, machines=4)),
-        ({"machines": 1}, Sharding(processes=8, stage=3)),
-        ({"machines": 4, "processes": 8}, Sharding(processes=8, stage=3, machines=4)),
+    cases: list[Any] = [  # machines and processes of the command, expected sharding
+        (None, None, Sharding(processes=16, stage=3, machines=2)),
+        (4, None, Sharding(processes=32, stage=3, machines=4)),
+        (1, None, Sharding(processes=8, stage=3)),
+        (4, 8, Sharding(processes=8, stage=3, machines=4)),
     ]
-    for options, expected in cases:
-        with subtests.test(f"{options!r:.80}"):
-            assert sharding_from_file(TWO_MACHINES_CONFIG, **options) == expected
+    for machines, processes, expected in cases:
+        with subtests.test(f"{machines} {processes}"):
+            sharding = sharding_from_file(
+                TWO_MACHINES_CONFIG, processes=processes, machines=machines
+            )
+            assert sharding == expected
 
 
 def test_what_several_machines_could_not_start_from_is_refused(case_folder):
@@ -134,7 +135,7 @@ def test_what_several_machines_could_not_start_from_is_refused(case_folder):
             assert line in content
             (folder / "a.yaml").write_text(content.replace(line, replacement))
             with pytest.raises(UserError, match=message):
-                sharding_from_file(folder / "a.yaml")
+                sharding_from_file(folder / "a.yaml", processes=None, machines=None)
     with pytest.raises(UserError, match="16 processes cannot be spread evenly over 3 machines"):
         sharding_from_file(TWO_MACHINES_CONFIG, processes=16, machines=3)
 
@@ -251,6 +252,12 @@ def single_rank(monkeypatch):
     monkeypatch.setattr(fingerprint_module, "gather_object", lambda mine: mine)
 
 
+@pytest.fixture
+def without_patience(monkeypatch):
+    """A file that is not there yet is not waited for."""
+    monkeypatch.setattr(fingerprint_module, "wait_until_visible", Path.exists)
+
+
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
     """Ranks that see rank 0's file in the output folder go on, and the file is removed.
 
@@ -264,12 +271,11 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, sin
         token,
         rank0_fingerprint={"seed": "1"},
         rank_fingerprint={"seed": "1"},
-        patience_s=0,
     )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
+def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank, without_patience):
     """A rank on a disk without rank 0's file is refused, even if it has a file of another start."""
     own_disk = tmp_path / "ours"
     other_disk = tmp_path / "theirs"
@@ -280,7 +286,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
-        check_ranks(other_disk, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=0)
+        check_ranks(other_disk, token, rank0_fingerprint={}, rank_fingerprint={})
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
@@ -289,7 +295,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
     (tmp_path / token).unlink()
     late_write = threading.Timer(0.3, (tmp_path / token).touch)
     late_write.start()
-    check_ranks(tmp_path, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=30)
+    check_ranks(tmp_path, token, rank0_fingerprint={}, rank_fingerprint={})
     late_write.join()
 
 
@@ -308,7 +314,6 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
             token,
             rank0_fingerprint={"seed": "1", "beta": "0"},
             rank_fingerprint={"seed": "2", "beta": "1"},
-            patience_s=0,
         )
 
 

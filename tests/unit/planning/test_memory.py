@@ -166,17 +166,23 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 def test_sharding_is_read_from_the_shipped_files():
     """Each config of accelerate has its number of processes, its stage and its offloading."""
-    shardings = {path.stem: sharding_from_file(path) for path in ACCELERATE_CONFIGS.glob("*.yaml")}
+    shardings = {
+        path.stem: sharding_from_file(path, processes=None, machines=None)
+        for path in ACCELERATE_CONFIGS.glob("*.yaml")
+    }
     assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
     assert shardings["zero2"] == Sharding(processes=8, stage=2)
     assert shardings["zero3"] == Sharding(processes=8, stage=3)
     assert shardings["zero3_offload"] == Sharding(processes=8, stage=3, offload_optimizer=True)
-    assert sharding_from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4).processes == 4
+    assert (
+        sharding_from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4, machines=None).processes
+        == 4
+    )
     with pytest.raises(
         UserError,
         match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
     ):
-        sharding_from_file(ACCELERATE_CONFIGS / "cpu.yaml", processes=2)
+        sharding_from_file(ACCELERATE_CONFIGS / "cpu.yaml", processes=2, machines=None)
     assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
@@ -229,7 +235,7 @@ def test_an_accelerate_file_that_cannot_be_used(case_folder):
         with case_folder(content) as folder:
             (folder / "a.yaml").write_text(content)
             with pytest.raises(UserError, match=message):
-                sharding_from_file(folder / "a.yaml")
+                sharding_from_file(folder / "a.yaml", processes=None, machines=None)
 
 
 def test_zero_divides_what_its_stage_says(shape_of_7b):

@@ -25,6 +25,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import PREPARED_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED_FOLDER
+from adora_vl.record import phases as phases_module
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import (
     TITLE_BY_METHOD,
@@ -61,13 +62,20 @@ class Clock:
         return self.now
 
 
-def test_every_second_belongs_to_one_phase_also_where_one_fails():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Let phases be timed by a clock that is set by hand."""
+    clock = Clock()
+    monkeypatch.setattr(phases_module, "perf_counter", clock)
+    return clock
+
+
+def test_every_second_belongs_to_one_phase_also_where_one_fails(clock):
     """Each `spend` has a power of two, so a sum says which of them are in it.
 
     Seconds of a phase inside another one count for the inner one alone.
     """
-    clock = Clock()
-    phases = PhaseClock(print, clock, wait=lambda: None)
+    phases = PhaseClock(print, sleep_mode=False, evaluates=False, memory=None)
 
     def spend(seconds: float) -> None:
         clock.now += seconds
@@ -95,7 +103,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     # taken once, they are gone; a run without sleep mode or evaluation has no such phase
     usual_phases = ("rollout", "grading", "policy", "sync", "other")
     assert phases.pop_seconds() == dict.fromkeys(usual_phases, 0)
-    all_phases = PhaseClock(print, clock, wait=lambda: None, sleep_mode=True, evaluates=True)
+    all_phases = PhaseClock(print, sleep_mode=True, evaluates=True, memory=None)
     assert all_phases.pop_seconds() == dict.fromkeys(PHASES, 0)
 
     phases.enter_phase("policy")
@@ -108,10 +116,9 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     assert phases.pop_seconds()["policy"] == 0
 
 
-def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
+def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples(clock):
     """All seconds of an evaluation count as `evaluation`, also the 4 of its weight sync."""
-    clock = Clock()
-    phases = PhaseClock(print, clock, wait=lambda: None, evaluates=True)
+    phases = PhaseClock(print, sleep_mode=False, evaluates=True, memory=None)
     clock.now += 1  # saving a checkpoint
     with phases.evaluation():
         clock.now += 2
@@ -549,20 +556,23 @@ PARENT_WORDS_AND_COMMAND = [
 ]
 
 
-def test_the_command_that_started_a_run(tmp_path):
+def test_the_command_that_started_a_run(monkeypatch):
     """The command of a run is read from its parent process, with dots in place of secrets.
 
     The parent is `accelerate launch`, or is a script or a shell.
     """
     commands = []
     for started, _ in PARENT_WORDS_AND_COMMAND:
-        (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
-        commands.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
+        command_line = "\0".join(started).encode() + b"\0"
+        monkeypatch.setattr(Path, "read_bytes", lambda path, content=command_line: content)
+        commands.append(launch_command(["--seed", "1"]))
     assert commands == [command for _, command in PARENT_WORDS_AND_COMMAND]
-    assert (
-        launch_command(["--seed", "1"], tmp_path / "no")
-        == f"{python_command()} -m adora_vl.train --seed 1"
-    )
+
+    def fail_to_read(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail_to_read)
+    assert launch_command(["--seed", "1"]) == f"{python_command()} -m adora_vl.train --seed 1"
 
 
 def test_the_commands_after_a_run(tmp_path):

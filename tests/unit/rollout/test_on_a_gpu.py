@@ -2,8 +2,6 @@
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from adora_vl.record.gpu_memory import GpuMemoryCallback
+from adora_vl.record.phases import PhaseClock
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, refuse_taken_card
 from adora_vl.utils.errors import UserError
@@ -124,16 +123,12 @@ def test_the_memory_of_a_gpu_is_logged_with_the_engine_awake_and_asleep(sleep_mo
         sleep_mode=sleep_mode,
     )
 
-    @contextmanager
-    def clock(name: str) -> Iterator[None]:
-        yield
-        free["bytes"] = 70 * GIB
-
+    clock = PhaseClock(print, sleep_mode=True, evaluates=False, memory=memory)
     free["bytes"] = 20 * GIB
     peak["bytes"] = 50 * GIB
     if sleep_mode:
-        with memory.phase("sleep", clock):
-            pass
+        with clock.phase("sleep"):
+            free["bytes"] = 70 * GIB
         peak["bytes"] = 19 * GIB
     callback_arguments: Any = (None, None, None)
     memory.on_step_end(*callback_arguments)

@@ -17,6 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.doctor.engine import check_runner
+from adora_vl.record import phases as phases_module
 from adora_vl.record.phases import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout import engine_weights
@@ -193,9 +194,8 @@ SECONDS_BY_SAMPLING = {
 def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, monkeypatch):
     """Each of vLLM's calls takes one second: the clock's time is the number of calls so far."""
     refill, batches, seconds_by_phase = SECONDS_BY_SAMPLING[sampling]
-    clock = PhaseClock(
-        print, lambda: float(len(engine.calls.names)), wait=lambda: None, sleep_mode=True
-    )
+    monkeypatch.setattr(phases_module, "perf_counter", lambda: float(len(engine.calls.names)))
+    clock = PhaseClock(print, sleep_mode=True, evaluates=False, memory=None)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
     engine._timed = clock.phase

@@ -43,10 +43,11 @@ def test_the_folder_is_the_one_in_which_torch_builds(
 
 
 def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
-    abandoned_lock: Path, capfd: pytest.CaptureFixture[str]
+    abandoned_lock: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """No wait is needed, and the build's other files stay."""
-    launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    launch.release_killed_builds()
     assert not abandoned_lock.exists()
     assert abandoned_lock.with_name("build.ninja").exists()
     assert (
@@ -55,11 +56,14 @@ def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
     )
 
 
-def test_the_lock_of_a_build_that_goes_on_stays(abandoned_lock: Path):
+def test_the_lock_of_a_build_that_goes_on_stays(
+    abandoned_lock: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A process that works in the build's folder, as ninja does, shows that the build goes on."""
     with subprocess.Popen(["sleep", "60"], cwd=abandoned_lock.parent) as builder:
         assert launch.build_was_killed(abandoned_lock) is False
-        launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+        launch.release_killed_builds()
         builder.kill()
     assert abandoned_lock.exists()
     assert launch.build_was_killed(abandoned_lock) is True
@@ -67,7 +71,10 @@ def test_the_lock_of_a_build_that_goes_on_stays(abandoned_lock: Path):
 
 @pytest.mark.parametrize("name_of_new_file", ["lock", "operator.o"])
 def test_a_build_elsewhere_is_waited_for_while_it_writes(
-    abandoned_lock: Path, capfd: pytest.CaptureFixture[str], name_of_new_file: str
+    abandoned_lock: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name_of_new_file: str,
 ):
     """A lock is left alone while a file beside it is new, and removed once all are old.
 
@@ -84,7 +91,8 @@ def test_a_build_elsewhere_is_waited_for_while_it_writes(
         for file in (new_file, abandoned_lock, abandoned_lock.parent):
             os.utime(file, (TIME_LONG_AGO, TIME_LONG_AGO))
 
-    launch.release_killed_builds(sleep=sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
+    launch.release_killed_builds()
     assert len(waits) == 1
     assert not abandoned_lock.exists()
     waiting_line, removal_line = capfd.readouterr().err.splitlines()
@@ -93,10 +101,13 @@ def test_a_build_elsewhere_is_waited_for_while_it_writes(
     assert removal_line.startswith("removed")
 
 
-def test_a_lock_that_its_owner_gives_back_is_waited_for(abandoned_lock: Path):
+def test_a_lock_that_its_owner_gives_back_is_waited_for(
+    abandoned_lock: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A lock of this moment is waited for, and its owner removes it."""
     os.utime(abandoned_lock)
-    launch.release_killed_builds(sleep=lambda _: abandoned_lock.unlink())
+    monkeypatch.setattr(time, "sleep", lambda _: abandoned_lock.unlink())
+    launch.release_killed_builds()
     assert not abandoned_lock.exists()
 
 
@@ -116,7 +127,8 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
         if len(waits) == 3:
             abandoned_lock.unlink()
 
-    launch.release_killed_builds(sleep=sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
+    launch.release_killed_builds()
     assert len(waits) == 3
     assert not capfd.readouterr().err
 

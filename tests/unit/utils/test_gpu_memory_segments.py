@@ -70,16 +70,14 @@ def test_torch_reads_it_unless_the_user_has_set_another(prepare_code, variables,
     assert process.stdout.splitlines()[-1] == f"torch has {expected}"
 
 
-def test_what_the_environment_says_of_it():
+def test_what_the_environment_says_of_it(monkeypatch):
     """Any of torch's variables may switch expandable segments on; the first that is set counts."""
-    assert segments_expand(
-        {ALLOCATOR_VARIABLES[1]: "max_split_size_mb:64, expandable_segments: True"}
-    )
-    assert not segments_expand({})
-    assert not segments_expand({ALLOCATOR_VARIABLES[0]: "expandable_segments:False"})
-    assert not segments_expand(
-        {
-            ALLOCATOR_VARIABLES[0]: "max_split_size_mb:64",
-            ALLOCATOR_VARIABLES[1]: "expandable_segments:True",
-        }
-    ), "its order"
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert not segments_expand()
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[1], "max_split_size_mb:64, expandable_segments: True")
+    assert segments_expand()
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "max_split_size_mb:64")
+    assert not segments_expand(), "its order"
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "expandable_segments:False")
+    assert not segments_expand()

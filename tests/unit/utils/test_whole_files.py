@@ -28,7 +28,7 @@ from adora_vl.checkpoint.store import clear_staging
 from adora_vl.data.dataset import split_files
 from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.files import make_folder, replace_file, replacing_folder
+from adora_vl.utils.files import make_output_folder, replace_file, replacing_folder
 from tests.support.disk import folder_contents, limit_file_size
 
 ROOT = Path(__file__).parents[3]
@@ -443,7 +443,7 @@ def test_a_link_to_nothing_says_what_it_is(tmp_path):
     message = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
     for output in (tmp_path / "link", tmp_path / "link" / "below"):
         with pytest.raises(UserError, match=f"^output: {message}"):
-            make_folder("output", output)
+            make_output_folder(output)
         with pytest.raises(UserError, match=f"^output_dir: {message}"):
             lock_output_dir(output)
         with pytest.raises(UserError, match=f"^dataset: {message}"):
