@@ -78,20 +78,25 @@ class CliKey:
 class CliArgs:
     """A training command that was read: what the user has set, in the file or on the command line.
 
-    `words`: all words of the command line. `file`: the config file, if it names one. `values`: the
-    converted value of each key whose type is known without TRL. `unconverted`: the values of the
-    other keys, as `CliWords` or as the file has them. They are converted once TRL is imported.
+    The keys that the user has set are in `converted` or in `raw`.
     """
 
     words: Sequence[str]
+    """All words of the command line."""
     file: Path | None
-    values: Mapping[str, Any]
-    unconverted: Mapping[str, object]
+    """The config file; None for a command that names none."""
+    converted: Mapping[str, Any]
+    """The converted value of each key whose type is known without TRL."""
+    raw: Mapping[str, object]
+    """The values of the other keys, as `CliWords` or as the file has them.
+
+    They are converted once TRL is imported.
+    """
 
     @property
     def set_keys(self) -> set[str]:
         """The keys that the user has set, in the file or on the command line."""
-        return {*self.values, *self.unconverted}
+        return {*self.converted, *self.raw}
 
 
 def convert_cli_value(key: str, value: object, hint: Any) -> Any:
@@ -130,21 +135,21 @@ def parse_command(arguments: Sequence[str]) -> CliArgs:
         **annotations_of_keys(AdoraScriptArguments),
         **annotations_of_keys(AdoraKeys),
     }
-    values: dict[str, Any] = {}
-    unconverted: dict[str, object] = {}
+    converted: dict[str, Any] = {}
+    raw: dict[str, object] = {}
     for key, value in values_from_user.items():
         if key in known_types:
-            values[key] = convert_cli_value(key, value, known_types[key])
+            converted[key] = convert_cli_value(key, value, known_types[key])
         else:
-            unconverted[key] = value
-    if "output_dir" in values:
-        refuse_unusable_output_dir(values["output_dir"])
-    if "model_name_or_path" not in values:
+            raw[key] = value
+    if "output_dir" in converted:
+        refuse_unusable_output_dir(converted["output_dir"])
+    if "model_name_or_path" not in converted:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    return CliArgs(words=arguments, file=file, values=values, unconverted=unconverted)
+    return CliArgs(words=arguments, file=file, converted=converted, raw=raw)
 
 
 def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:

@@ -96,7 +96,7 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     These models were trained on the built-in problems, and cannot learn from any others.
     """
     cli_args = request.cli_args
-    model_name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
+    model_name = str(cli_args.converted.get("model_name_or_path")) if cli_args else ""
     manifests = [read_manifest(Path(folder)) for folder in folders]
     sources = [manifest.get("source") for manifest in manifests if manifest is not None]
     all_built_in = all(source in (SYNTHETIC_DATA, KNIGHTS_DATA) for source in sources)

@@ -49,7 +49,7 @@ class GpuMemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     @contextmanager
     def around_sleep(self) -> Iterator[None]:
-        """Note the memory in use before the engine frees its own, which it does inside the `with`."""
+        """Note the memory in use before the engine frees its own, which happens in the `with`."""
         # the engine may sleep several times in a step; the fullest moment counts
         self._rollout_gib = max(self._rollout_gib or 0.0, self._used_gib())
         yield

@@ -49,7 +49,7 @@ class ComparedRun:
     recipe: str
     """The method in words, such as GRPO."""
     curves: dict[str, list[CurvePoint]] = field(repr=False)
-    """The pass rate in training (`PASS_RATE_KEY`), and the evaluations during the training, by name."""
+    """The pass rate in training (`PASS_RATE_KEY`), and the evaluations on the way, by name."""
     scores: dict[str, ScoreFile] = field(repr=False)
     """The newest score on each data set, by the name that the score gives it."""
     notes: tuple[str, ...] = ()
