@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.checkpoint.run_files import has_run_manifest_or_checkpoint, recording_saved_files
+from adora_vl.checkpoint.run_files import recording_saved_files, run_has_begun
 from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     describe_checkpoint_damage,
@@ -40,8 +40,7 @@ from adora_vl.models.load import (
     read_config,
     resolve_model_name,
 )
-from adora_vl.utils.cli import Parser, run_command
-from adora_vl.utils.cli import path as a_path
+from adora_vl.utils.cli import Parser, path_option, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
 from adora_vl.utils.hub import load_failure_reason
@@ -104,9 +103,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         return source
     # At its end a run proposes to export into its own folder `merged`. Files there are recorded as
     # files of the run.
-    belongs_to_run = (
-        output.resolve() == run.resolve() / MERGED_FOLDER and has_run_manifest_or_checkpoint(run)
-    )
+    belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and run_has_begun(run)
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, saves_model=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
@@ -310,9 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="python -m adora_vl.export", description=__doc__)
     parser.add_argument(
-        "run", type=a_path, metavar="RUN", help="output_dir of a training run, or a checkpoint"
+        "run", type=path_option, metavar="RUN", help="output_dir of a training run, or a checkpoint"
     )
-    parser.add_argument("output", type=a_path, metavar="OUT", help="the folder to write")
+    parser.add_argument("output", type=path_option, metavar="OUT", help="the folder to write")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
     parser.add_argument(
         "--universal", action="store_true", help="a checkpoint for another number of processes"

@@ -10,10 +10,10 @@ from adora_vl.utils.cli import (
     Parser,
     integer_between,
     none_or,
-    path,
+    path_option,
     path_or_id,
     run_command,
-    text,
+    text_option,
 )
 from data_prep.convert_command import add_convert
 from data_prep.drawn_commands import add_knights, add_synthetic
@@ -76,9 +76,12 @@ def parser() -> Parser:
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"
     )
-    inspect.add_argument("folder", type=path, metavar="DIR", help="the prepared folder")
+    inspect.add_argument("folder", type=path_option, metavar="DIR", help="the prepared folder")
     inspect.add_argument(
-        "--html", type=none_or(path), metavar="FILE", help="file for the page, default: DIR.html"
+        "--html",
+        type=none_or(path_option),
+        metavar="FILE",
+        help="file for the page, default: DIR.html",
     )
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument(
@@ -114,7 +117,7 @@ def _add_geometry3k(commands: Commands) -> None:
     )
     add(
         "--revision",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="COMMIT",
         help="of the hub: commit, tag or branch, default: newest",
     )
@@ -127,7 +130,7 @@ def _add_geometry3k(commands: Commands) -> None:
         "logic-forms, facts: a table with the questions (messages, solution, images), whose "
         "diagrams are redrawn"
     )
-    add("--texts", type=none_or(text), metavar="FILE", help=help_text)
+    add("--texts", type=none_or(text_option), metavar="FILE", help=help_text)
     add_cleaning(command)
     add(
         "--limit",

@@ -13,9 +13,9 @@ from adora_vl.utils.cli import (
     integer_between,
     none_or,
     number_between,
-    path,
+    path_option,
     path_or_id,
-    text,
+    text_option,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import add_cleaning, add_output
@@ -57,7 +57,7 @@ def add_convert(commands: Commands) -> None:
     _add_reading_options(command)
     add(
         "--name",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="WORD",
         help="of the data set, for its rows' ids; default: the input's",
     )
@@ -96,7 +96,7 @@ def _add_reading_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--image-dir",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="DIR",
         help="where paths of images begin, default: by the table; also of paths of another machine",
     )
@@ -144,13 +144,13 @@ def _add_hub_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--revision",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="COMMIT",
         help="of a hub id: commit, tag or branch",
     )
     add(
         "--subset",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="NAME",
         help="of a hub id: one of its configurations",
     )

@@ -20,7 +20,7 @@ from adora_vl.utils.cli import (
     Commands,
     integer_between,
     none_or,
-    path,
+    path_option,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import add_output, number_range, options_set_by_user, refuse_options
@@ -94,7 +94,7 @@ def add_knights(commands: Commands) -> None:
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
     add(
         "--input",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="PATH",
         help="parquet: the reference's data/kk, or a file of it",
     )

@@ -12,9 +12,9 @@ from adora_vl.utils.cli import (
     integer_between,
     none_or,
     number_between,
-    path,
+    path_option,
     path_or_id,
-    text,
+    text_option,
 )
 from adora_vl.utils.errors import UserError
 from data_prep.options import number_range, refuse_options
@@ -29,16 +29,16 @@ def add_filter(commands: Commands) -> None:
         "filter", help="keep the problems that a model solves sometimes, by sampling answers"
     )
     add = command.add_argument
-    add("--input", type=none_or(path), metavar="DIR", help="a folder that data_prep made")
+    add("--input", type=none_or(path_option), metavar="DIR", help="a folder that data_prep made")
     add(
         "--output",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="DIR",
         help="the answers are kept in DIR.samples, to go on from",
     )
     add(
         "--attenuation",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="PLACE",
         help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's "
         "folder, or on stored ones (DIR.samples, or a predictions file)",
@@ -53,7 +53,7 @@ def add_filter(commands: Commands) -> None:
     )
     add(
         "--split",
-        type=text,
+        type=text_option,
         default="train",
         help="the split to filter, default: %(default)s; others are copied",
     )
@@ -77,10 +77,10 @@ def _add_answer_options(command: argparse.ArgumentParser) -> None:
         "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
-    add("--predictions", type=none_or(path), metavar="FILE.jsonl", help=help_text)
+    add("--predictions", type=none_or(path_option), metavar="FILE.jsonl", help=help_text)
     add(
         "--prompt",
-        type=none_or(text),
+        type=none_or(text_option),
         default=PROMPT_OF_TRAINING,
         metavar="TEMPLATE",
         help="as adora_prompt of the training that the rows are for, or none; default: that of "

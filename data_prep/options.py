@@ -11,7 +11,7 @@ from adora_vl.utils.cli import (
     integer_between,
     none_or,
     number_between,
-    path,
+    path_option,
 )
 from adora_vl.utils.errors import UserError
 
@@ -21,7 +21,7 @@ Number = TypeVar("Number", int, float)
 def add_output(command: argparse.ArgumentParser) -> None:
     """Add the options for the folder that a command writes."""
     command.add_argument(
-        "--output", type=path, required=True, metavar="DIR", help="the folder to write"
+        "--output", type=path_option, required=True, metavar="DIR", help="the folder to write"
     )
     command.add_argument(
         "--overwrite", action="store_true", help="replace another prepared dataset there"

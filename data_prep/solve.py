@@ -21,7 +21,7 @@ from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.forms import LogicForm, read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.utils.cli import Commands, integer_between, none_or, path, pluralize, read_json
+from adora_vl.utils.cli import Commands, integer_between, none_or, path_option, pluralize, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value
@@ -339,20 +339,20 @@ def add_solve(commands: Commands) -> None:
     add = command.add_argument
     add(
         "facts",
-        type=path,
+        type=path_option,
         metavar="FACTS",
         help="logic forms (.json, .json.gz), or a text with one fact a sentence",
     )
     add(
         "--golds",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="TABLE",
         help="the labels: any table that convert reads",
     )
-    add("--output", type=none_or(path), metavar="FILE", help="one line of JSON a problem")
+    add("--output", type=none_or(path_option), metavar="FILE", help="one line of JSON a problem")
     add(
         "--picture",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="FILE.png",
         help="of a text: its figure, default: beside it",
     )

@@ -41,7 +41,7 @@ from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, short_answer
-from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path, pluralize
+from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path_option, pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output
@@ -538,7 +538,12 @@ def add_variants(commands: Commands) -> None:
         "variants", help="the solved problems of a prepared folder with other numbers, to scale"
     )
     add = command.add_argument
-    add("folder", type=path, metavar="DIR", help="a folder that `geometry3k --source facts` made")
+    add(
+        "folder",
+        type=path_option,
+        metavar="DIR",
+        help="a folder that `geometry3k --source facts` made",
+    )
     add_output(command)
     add(
         "--per",

@@ -22,7 +22,15 @@ from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
-from adora_vl.utils.cli import Parser, none_or, path, path_or_id, read_mapping, run_command, text
+from adora_vl.utils.cli import (
+    Parser,
+    none_or,
+    path_option,
+    path_or_id,
+    read_mapping,
+    run_command,
+    text_option,
+)
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
@@ -150,7 +158,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
         output_help = "needed: a folder; a run that is there is resumed"
         if subcommand == "score":
             output_help = "needed: a folder for score.json, or a file whose name ends in .json"
-        subparser.add_argument("--output", type=none_or(path), help=output_help)
+        subparser.add_argument("--output", type=none_or(path_option), help=output_help)
         if subcommand == "score":
             _add_prediction_options(subparser)
         else:
@@ -164,14 +172,14 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `score` that say where the answers are and how their fields are named."""
     parser.add_argument(
         "--predictions",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="FILE.jsonl",
         help="needed: answers that `infer` or another program made",
     )
     parser.add_argument(
         "--columns",
         nargs="+",
-        type=text,
+        type=text_option,
         default=(),
         metavar="OURS=THEIRS",
         help="fields under another name: pid=index response=prediction",
@@ -184,12 +192,12 @@ def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> N
     parser.add_argument(
         "--data", type=none_or(path_or_id), help="needed: a folder or file, or a hub id"
     )
-    parser.add_argument("--split", type=text, default=split, help=f"default {split}")
+    parser.add_argument("--split", type=text_option, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)
     parser.add_argument(
         "--config",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="FILE.yaml",
         help="these options, with _ for -",
     )

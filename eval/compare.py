@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from adora_vl.evals.compare import compare_runs
 from adora_vl.evals.score_files import read_run
-from adora_vl.utils.cli import Parser, path_or_id, run_command, text
+from adora_vl.utils.cli import Parser, path_or_id, run_command, text_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def build_parser() -> Parser:
     add(
         "--by",
         action="append",
-        type=text,
+        type=text_option,
         default=[],
         metavar="GROUP",
         help="also by group; may be repeated",

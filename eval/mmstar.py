@@ -38,7 +38,7 @@ from adora_vl.evals.scoring.score import (
 )
 from adora_vl.evals.scoring.statistics import difference_interval
 from adora_vl.evals.scoring.table import percent_with_interval
-from adora_vl.utils.cli import none_or, path
+from adora_vl.utils.cli import none_or, path_option
 from adora_vl.utils.errors import UserError
 
 # The columns that each row has, and what their values have to be.
@@ -73,13 +73,13 @@ class MMStarScoreOptions(ScoreOptions):
     without_image: Path | None = option(
         None,
         help="predictions made with --no-image",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="FILE.jsonl",
     )
     text_only: Path | None = option(
         None,
         help="predictions of the language backbone",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="FILE.jsonl",
     )
 

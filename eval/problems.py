@@ -25,7 +25,7 @@ from adora_vl.evals.records import (
 from adora_vl.evals.scoring.score import groups_from_metadata
 from adora_vl.evals.variants import add_variants, get_original_id, variant_lines
 from adora_vl.rewards import grade as grade_as_in_training
-from adora_vl.utils.cli import integer_between, none_or, pluralize, text
+from adora_vl.utils.cli import integer_between, none_or, pluralize, text_option
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
 _METADATA_GROUPS = ("goal", "shapes", "family")
@@ -40,7 +40,7 @@ class PreparedDataOptions(DataOptions):
         help="the problem's text from its columns, or none for the problem alone; default: that "
         "of the model's own training, else with the choices listed",
         parser_default=PROMPT_OF_TRAINING,
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="TEMPLATE",
     )
     variants: int = option(

@@ -29,7 +29,7 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import describe_scored_part
 from adora_vl.evals.scoring.files import write_score
 from adora_vl.evals.scoring.table import accuracy_text, align_columns
-from adora_vl.utils.cli import Parser, none_or, path, run_command
+from adora_vl.utils.cli import Parser, none_or, path_option, run_command
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command
 
@@ -97,20 +97,20 @@ def build_parser() -> Parser:
     )
     add(
         "--data",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="DIR",
         help="folders that are named as the benchmarks; default: the hub",
     )
     add(
         "--output",
-        type=path,
+        type=path_option,
         required=True,
         metavar="DIR",
         help="folder of the results; benchmarks that were started there are resumed",
     )
     add(
         "--beside",
-        type=none_or(path),
+        type=none_or(path_option),
         metavar="DIR",
         help="another model's --output; adds the paired differences to it",
     )

@@ -21,7 +21,7 @@ from adora_vl.builtin import (
     WarmStart,
 )
 from adora_vl.models.load import TINY_MODEL, TINY_MODELS
-from adora_vl.utils.cli import MAX_SEED, Parser, integer_between, path, run_command
+from adora_vl.utils.cli import MAX_SEED, Parser, integer_between, path_option, run_command
 from adora_vl.utils.errors import UserError
 
 
@@ -55,7 +55,7 @@ def _parser() -> Parser:
     by_default = "%(default)s by default"
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument(
-        "--output", type=path, metavar="DIR", help="replaced if it holds a tiny model"
+        "--output", type=path_option, metavar="DIR", help="replaced if it holds a tiny model"
     )
     action.add_argument(
         "--find",

@@ -97,7 +97,7 @@ _LENGTH_KEYS = {
 Fingerprint = dict[str, str]
 
 
-def fingerprint(
+def compute_fingerprint(
     *settings: Any,
     data: Sequence[Path | str],
     model: Path | str,

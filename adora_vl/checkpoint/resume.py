@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint_differences
 from adora_vl.checkpoint.run_files import (
     OLD_RUN_FOLDER,
-    has_checkpoint_or_model,
+    has_run_to_replace,
     list_first_names,
     list_run_entries,
     list_users_files,
@@ -169,7 +169,7 @@ def _start_from_newest(
             raise UserError(
                 f"resume_from_checkpoint: true, but {name} holds no checkpoint-N folder"
             )
-        if has_checkpoint_or_model(output_dir):
+        if has_run_to_replace(output_dir):
             raise UserError(
                 f"output_dir: {name} holds a finished run; {_remedy_for_old_run(output_dir)}"
             )
@@ -268,7 +268,7 @@ def _start_replacing_old_run(
     start = StartPoint(checkpoint=None)
     if user_checkpoint is not None:
         start = _start_from_named_checkpoint(user_checkpoint, run_fingerprint)
-    if not has_checkpoint_or_model(output_dir):
+    if not has_run_to_replace(output_dir):
         return start
     old_names = list_first_names([path.name for path in list_run_entries(output_dir)])
     note = (

@@ -345,12 +345,12 @@ def _is_rollout_file(path: Path, name: str) -> bool:
     return is_partial(path) or is_image
 
 
-def has_checkpoint_or_model(output_dir: Path) -> bool:
+def has_run_to_replace(output_dir: Path) -> bool:
     """Return whether the folder has a checkpoint or a model that a new run would replace."""
     return bool(list_checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
-def has_run_manifest_or_checkpoint(output_dir: Path) -> bool:
+def run_has_begun(output_dir: Path) -> bool:
     """Return whether a training command has begun here, even if it came to no checkpoint.
 
     It has if the folder has a run's `manifest.json`, or a checkpoint that is marked as complete.
@@ -375,11 +375,7 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
     `overwrite`: whether the run replaces the one in the folder.
     """
     with naming_write_errors("output_dir", output_dir):
-        resumes = (
-            has_checkpoint_or_model(output_dir)
-            and has_run_manifest_or_checkpoint(output_dir)
-            and not overwrite
-        )
+        resumes = has_run_to_replace(output_dir) and run_has_begun(output_dir) and not overwrite
         if resumes:
             users_files = list_users_files(output_dir, list_model_entries(output_dir))
         else:
@@ -407,9 +403,7 @@ def _users_hidden_files(output_dir: Path) -> list[str]:
     entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
     users_files = [f"{OLD_RUN_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
-    is_folder_of_run = has_run_manifest_or_checkpoint(output_dir) or has_run_manifest_or_checkpoint(
-        aside
-    )
+    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(aside)
     if has_staged_files and not is_folder_of_run:
         users_files.append(STAGING_FOLDER)
     return users_files

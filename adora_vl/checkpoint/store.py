@@ -85,13 +85,13 @@ def publish_checkpoint(
             raise FileNotFoundError(
                 errno.ENOENT, "a file of another machine does not appear here", str(staged / name)
             )
-    finalize_checkpoint(staged, metadata, written_files)
+    mark_checkpoint_complete(staged, metadata, written_files)
     replaced = staged.with_name(f"{staged.name}.replaced")
     swap_folders(staged, final, replaced)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def finalize_checkpoint(
+def mark_checkpoint_complete(
     folder: Path, metadata: dict[str, Any], written_files: Collection[str] = ()
 ) -> None:
     """Write the manifest of a checkpoint, and the file `complete` that marks it as whole.

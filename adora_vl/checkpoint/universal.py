@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     MANIFEST_FILE,
-    finalize_checkpoint,
+    mark_checkpoint_complete,
     read_checkpoint_manifest,
 )
 from adora_vl.utils.errors import UserError
@@ -146,7 +146,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
             for key, value in read_checkpoint_manifest(checkpoint).items()
             if key != "files"
         }
-        finalize_checkpoint(staged, metadata)
+        mark_checkpoint_complete(staged, metadata)
 
 
 def expect_universal_checkpoint(trainer: Trainer) -> None:

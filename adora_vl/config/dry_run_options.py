@@ -13,7 +13,7 @@ from adora_vl.config.sharding import (
     sharding_from_environment,
     sharding_from_file,
 )
-from adora_vl.utils.cli import Parser, integer_between, number_between, path
+from adora_vl.utils.cli import Parser, integer_between, number_between, path_option
 from adora_vl.utils.errors import UserError
 
 
@@ -51,12 +51,12 @@ def split_dry_run_options(arguments: Sequence[str]) -> tuple[DryRunOptions | Non
     count = integer_between(minimum=1)
     converters = {
         "card_gib": memory_gib,
-        "accelerate_config": path,
+        "accelerate_config": path_option,
         "processes": count,
         "machines": count,
         "rows": count,
-        "write_config": path,
-        "json": path,
+        "write_config": path_option,
+        "json": path_option,
     }
     for name, converter in converters.items():
         # Both spellings, with hyphens and with underscores, as TRL takes its keys.

@@ -23,7 +23,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.rewards.choose import accepts_rounding, parse_reward_entries
 from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, path, run_command
+from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, path_option, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json_output, naming_write_errors, replace_file
 from adora_vl.utils.launch import (
@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="All other arguments are those of the training command; see `python -m "
         "adora_vl.train --help`.",
     )
-    parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
+    parser.add_argument(
+        "--json", type=path_option, metavar="FILE", help="write the table there too"
+    )
     is_main_process = os.environ.get("RANK", "0") == "0"
     checks: list[Check] = []
 

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from adora_vl.utils.cli import none_or, text
+from adora_vl.utils.cli import none_or, text_option
 
 # The parser's default of both prompts. It stands for the prompt that the model was trained with.
 PROMPT_OF_TRAINING: Any = object()
@@ -106,7 +106,7 @@ class HubDataOptions(DataOptions):
     """Which problems are asked of a benchmark that is published on the hub."""
 
     data_revision: str | None = option(
-        None, help="of the data on the hub", type=none_or(text), metavar="NAME"
+        None, help="of the data on the hub", type=none_or(text_option), metavar="NAME"
     )
 
 

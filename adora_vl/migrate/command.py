@@ -19,7 +19,7 @@ from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
 from adora_vl.migrate.verl import convert_verl
 from adora_vl.rewards.entries import with_current_names
-from adora_vl.utils.cli import Parser, path, printable, run_command
+from adora_vl.utils.cli import Parser, path_option, printable, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 
@@ -190,14 +190,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trainer", choices=list(TRAINERS), help="whose config it is")
     parser.add_argument(
         "config",
-        type=path,
+        type=path_option,
         nargs="?",
         metavar="CONFIG",
         help="its YAML file or shell script; behind it KEY=VALUE and --key value of theirs, or in "
         "its place their whole command",
     )
     parser.add_argument(
-        "--output", type=path, metavar="FILE", help="default: CONFIG with .adora.yaml at its end"
+        "--output",
+        type=path_option,
+        metavar="FILE",
+        help="default: CONFIG with .adora.yaml at its end",
     )
     parser.add_argument(
         "--reward",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from adora_vl.migrate.source import Source
+from adora_vl.migrate.source import SourceConfig
 from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.convert import convert
 from adora_vl.utils.errors import UserError
@@ -77,7 +77,7 @@ class Migration:
     `add_remark` what a person has to look at.
     """
 
-    source: Source
+    source: SourceConfig
     """What was read of the other trainer: its values by its names, its launch line and so on."""
     keys: dict[str, ConvertedValue] = field(default_factory=dict)
     """The values of our keys, as far as they are converted."""

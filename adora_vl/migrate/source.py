@@ -20,7 +20,7 @@ _PROGRAMS_WITH_SUBCOMMAND = ("swift", "megatron", "trl")
 
 
 @dataclass
-class Source:
+class SourceConfig:
     """What was read of another trainer: the values of its config, and how it is started."""
 
     values: dict[str, Any]
@@ -54,7 +54,7 @@ class Source:
         return None
 
 
-def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> Source:
+def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> SourceConfig:
     """Read a config of another trainer, and arguments that replace its values.
 
     Args:
@@ -66,7 +66,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     Raises:
         UserError: the file cannot be read, or a word belongs to no key.
     """
-    source = Source({}, folder=config.parent if config else Path())
+    source = SourceConfig({}, folder=config.parent if config else Path())
     if config is not None and _is_script(config):
         _read_training_command(source, config, nested=nested)
     elif config is not None:
@@ -98,7 +98,7 @@ def _is_script(config: Path) -> bool:
         return False
 
 
-def _read_training_command(source: Source, config: Path, *, nested: bool) -> None:
+def _read_training_command(source: SourceConfig, config: Path, *, nested: bool) -> None:
     """Read the training command of a script into `source`: the command that has the most keys.
 
     Other commands of a script may prepare data or start a server. If a second command has more than
@@ -146,7 +146,9 @@ def _read_training_command(source: Source, config: Path, *, nested: bool) -> Non
     _apply_arguments(source, program_arguments, nested=nested)
 
 
-def _join_broken_commands(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
+def _join_broken_commands(
+    source: SourceConfig, commands: list[list[str]], name: str
+) -> list[list[str]]:
     """Join commands of a script that fell apart, since a line lacks the backslash at its end.
 
     A "command" such as `--lr 1e-6`, which begins with a key, is the rest of the command before it.
@@ -220,7 +222,7 @@ def _flatten_keys(values: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
     return value_by_name
 
 
-def _apply_arguments(source: Source, words: list[str], *, nested: bool) -> None:
+def _apply_arguments(source: SourceConfig, words: list[str], *, nested: bool) -> None:
     """Set the values of a command's arguments in `source`, over those that were read so far.
 
     A command may name a config file that it builds on. That file is read first, so that the

@@ -128,7 +128,7 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
     python_inputs.refuse_unusable_prompts("eval_dataset", evaluated, tokens)
     # The rows of a stream are checked when they are drawn.
     if python_inputs.is_plain_table(train):
-        any_images = python_inputs.check_prompts(train)
+        any_images = python_inputs.any_row_has_images(train)
         model_checks.check_reads_images(
             request.model.model_args, model.config, has_images=any_images
         )

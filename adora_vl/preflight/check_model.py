@@ -289,7 +289,7 @@ def check_model_files(request: RunRequest, model: ModelInfo, context: RunContext
     # A model that Python code has loaded has no files to check.
     if request.model.loaded is not None:
         return
-    for folder_or_hub_id in model.sources:
+    for folder_or_hub_id in model.folders_or_ids:
         check_weights("model_name_or_path", folder_or_hub_id)
     check_generation_config(model.name, model.revision)
 

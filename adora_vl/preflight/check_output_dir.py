@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint
+from adora_vl.checkpoint.fingerprint import Fingerprint, compute_fingerprint
 from adora_vl.checkpoint.resume import InputFolder, StartPoint
 from adora_vl.config.command import refuse_unusable_output_dir
 from adora_vl.data.loading import script_arguments_for_fingerprint
@@ -46,20 +46,20 @@ def check_output_dir(
         return OutputInfo(folder=None, start=StartPoint(checkpoint=None))
     config = request.config
     refuse_unusable_output_dir(config.output_dir)
-    model_folders = [InputFolder("model_name_or_path", source) for source in model.sources]
+    model_folders = [InputFolder("model_name_or_path", source) for source in model.folders_or_ids]
     data_folders = [InputFolder("dataset_name", folder) for folder in data.folders]
     input_folders = [*model_folders, *data_folders]
-    compute_fingerprint = partial(
+    fingerprint_of_run = partial(
         compute_fingerprint_of_run, request, model, data, code_hashes, context
     )
     if context.output_dir_mode == "inspect":
         # The fingerprint reads all weights, so it is computed only if the folder has checkpoints.
-        folder = RunFolder(config, compute_fingerprint, input_folders)
+        folder = RunFolder(config, fingerprint_of_run, input_folders)
         start = folder.inspect(
             config.resume_from_checkpoint, has_data=data.train_dataset is not None
         )
         return OutputInfo(folder=folder, start=start)
-    folder = RunFolder(config, compute_fingerprint(), input_folders)
+    folder = RunFolder(config, fingerprint_of_run(), input_folders)
     start = StartPoint(checkpoint=None)
     if context.output_dir_mode == "lock":
         start = folder.lock(config.resume_from_checkpoint)
@@ -101,7 +101,7 @@ def compute_fingerprint_of_run(
             request.config,
             request.model.model_args,
         ]
-    result = fingerprint(
+    result = compute_fingerprint(
         *settings,
         data=data_ids,
         model=model_id,

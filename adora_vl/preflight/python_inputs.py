@@ -238,7 +238,7 @@ def system_message_text(prompt: str | Sequence[Mapping[str, Any]]) -> str | None
     return "".join(part.get("text") or "" for part in content)
 
 
-def check_prompts(dataset: Dataset) -> bool:
+def any_row_has_images(dataset: Dataset) -> bool:
     """Return whether any row of a data set from Python has an image.
 
     Raises `UserError` without a column `prompt`, and for a row with images whose prompt is a text.

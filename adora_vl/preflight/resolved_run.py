@@ -78,7 +78,7 @@ class ModelInfo:
         return self.adapters[1:]
 
     @property
-    def sources(self) -> list[str]:
+    def folders_or_ids(self) -> list[str]:
         """The model and the adapters that the run reads: folders, or hub ids."""
         return [self.name, *(str(adapter.folder) for adapter in self.adapters)]
 

@@ -19,9 +19,9 @@ from adora_vl.checkpoint.resume import (
     lock_output_dir,
 )
 from adora_vl.checkpoint.run_files import (
-    has_checkpoint_or_model,
-    has_run_manifest_or_checkpoint,
+    has_run_to_replace,
     refuse_users_files,
+    run_has_begun,
 )
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import list_checkpoints
@@ -132,7 +132,7 @@ class RunFolder:
 
         def lock_and_choose_start() -> _LockedStart:
             with naming_write_errors("output_dir", self.path):
-                is_folder_of_run = has_run_manifest_or_checkpoint(self.path)
+                is_folder_of_run = run_has_begun(self.path)
             # A run's folder is locked before the check, which reads the run's files.
             if is_folder_of_run:
                 self._locks.append(lock_output_dir(self.path))
@@ -174,7 +174,7 @@ class RunFolder:
 
     def _refuse_earlier_run(self) -> None:
         """Raise `UserError` if the folder has a run that a new one would write over."""
-        if not has_checkpoint_or_model(self.path):
+        if not has_run_to_replace(self.path):
             return
         newest = next(iter(list_checkpoints(self.path)), None)
         if newest is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.data.rows import images_of
-from adora_vl.record.rollouts import Record, RecordColumns, criteria_columns, describe_turns
+from adora_vl.record.rollouts import RecordColumns, RolloutStore, criteria_columns, describe_turns
 from adora_vl.record.trackers import set_final_values
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
@@ -83,7 +83,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         settings["truncated_at"] = config.truncated_at
         if view is not None:
             settings["view"] = asdict(view)
-        self.record = Record(
+        self.record = RolloutStore(
             output_dir=Path(config.output_dir),
             limit_gb=config.adora_record_gb,
             settings=settings,

@@ -171,7 +171,7 @@ def make_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]
     return pa.table(arrays, schema=schema)
 
 
-class Record:
+class RolloutStore:
     """The record of one run: rollouts wait until their step ends, and are written then.
 
     Only one process writes.

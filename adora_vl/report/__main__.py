@@ -16,7 +16,7 @@ from adora_vl.utils.cli import (
     Parser,
     integer_between,
     number_between,
-    path,
+    path_option,
     pluralize,
     run_command,
 )
@@ -75,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
     )
     parser.add_argument(
-        "--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN"
+        "--output",
+        type=path_option,
+        metavar="FILE.html",
+        help="default: report.html in the first RUN",
     )
     parser.add_argument(
         "--max-rollouts",

@@ -316,7 +316,7 @@ def number_between(
     return convert
 
 
-def text(value: str) -> str:
+def text_option(value: str) -> str:
     """Return an option's text as it is; one without a visible character is refused."""
     if not value.strip() or "\0" in value:
         raise argparse.ArgumentTypeError(
@@ -327,7 +327,7 @@ def text(value: str) -> str:
 
 def path_or_id(value: str) -> str:
     """Return a text that is a path or an id of the hub; one that can be neither is refused."""
-    problem = path_problem(text(value))
+    problem = path_problem(text_option(value))
     if problem:
         raise argparse.ArgumentTypeError(
             f"{short_repr(value)} cannot be a path ({problem}); write another one"
@@ -335,9 +335,9 @@ def path_or_id(value: str) -> str:
     return value
 
 
-def path(value: str) -> Path:
+def path_option(value: str) -> Path:
     """Convert to a path; an empty one is refused, as it would mean the current folder."""
-    path_value = Path(text(value))
+    path_value = Path(text_option(value))
     # file systems take no longer names
     name_bytes = [len(part.encode(errors="surrogateescape")) for part in path_value.parts]
     if any(count > 255 for count in name_bytes):
@@ -346,14 +346,9 @@ def path(value: str) -> Path:
     return path_value
 
 
-def is_no_value(word: str) -> bool:
-    """Return whether a word on the command line means null: `null`, or `none`, as many write it."""
-    return word.strip().lower() in _WORDS_FOR_NO_VALUE
-
-
 def none_or(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a converter that gives None for `none` and `null`, else what `convert` does."""
-    return lambda word: None if is_no_value(word) else convert(word)
+    return lambda word: None if word.strip().lower() in _WORDS_FOR_NO_VALUE else convert(word)
 
 
 _NULL_WORDS = ("null", "~")  # as YAML reads them, in any case

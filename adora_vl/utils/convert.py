@@ -115,8 +115,9 @@ def _convert_single(key: str, value: object, hint: object) -> Any:
 def means_null(value: object, hint: object) -> bool:
     """Return whether a value that a user wrote means null, for a key with the annotation `hint`.
 
-    The words `null` and `~` always do. The word `none` does for a key that may be null, unless
-    `none` is one of the words that the key takes.
+    The words `null` and `~` always do (`is_null`). The word `none` does for a key that may be null,
+    unless `none` is one of the words that the key takes. Single keys differ from that by
+    `KEYS_WITH_WORD_NONE` and `NULL_VALUE_BY_KEY` in `config/trl_ranges.py`.
     """
     if is_null(value):
         return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.record.rollouts import Record
+from adora_vl.record.rollouts import RolloutStore
 from adora_vl.report.__main__ import main
 
 ATTACKING_HTML = (
@@ -58,7 +58,7 @@ def write_recorded_run(
         settings: the settings of the method, as the record has them.
         texts: columns that every rollout has in place of its own, such as `completion="..."`.
     """
-    record = Record(folder, 1, settings)
+    record = RolloutStore(folder, 1, settings)
     record.start(0)
     picture = Image.new("RGB", (60, 40), "white")
     for step in range(1, steps + 1):

@@ -13,7 +13,14 @@ from PIL import Image
 from adora_vl.data.images import MAX_PIXELS, SMALLEST_TOKEN_SIDE
 from adora_vl.data.prompts import SYSTEM_PROMPT, Message
 from adora_vl.evals.options import PROMPT_OF_TRAINING, option
-from adora_vl.utils.cli import MAX_SEED, integer_between, none_or, number_between, path_or_id, text
+from adora_vl.utils.cli import (
+    MAX_SEED,
+    integer_between,
+    none_or,
+    number_between,
+    path_or_id,
+    text_option,
+)
 from adora_vl.utils.openai_client import Endpoint, Reply
 
 if TYPE_CHECKING:
@@ -70,7 +77,7 @@ class SamplingOptions:
     revision: str | None = option(
         None,
         help="of the model on the hub; default: its newest",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="NAME",
     )
     max_tokens: int = option(
@@ -90,7 +97,7 @@ class SamplingOptions:
         help="or none; default: that of the model's own training, as its folder says, else the "
         "paper's",
         parser_default=PROMPT_OF_TRAINING,
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="TEXT",
     )
     seed: int = option(0, help="default 0", type=integer_between(0, MAX_SEED), metavar="S")
@@ -116,7 +123,7 @@ class EngineOptions(SamplingOptions):
     base_url: str | None = option(
         None,
         help="of the server for openai; --model is its name there",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="URL",
     )
     concurrency: int = option(
@@ -136,7 +143,7 @@ class EngineOptions(SamplingOptions):
         help="what the model may call between its turns, as in training: zoom, line, ... or "
         "FILE.py:FUNCTION",
         nargs="*",
-        type=text,
+        type=text_option,
         metavar="TOOL",
     )
     max_tool_calling_iterations: int = option(
@@ -146,7 +153,7 @@ class EngineOptions(SamplingOptions):
         None,
         help="as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation "
         "with what tools say",
-        type=none_or(text),
+        type=none_or(text_option),
         metavar="MAPPING",
     )
 

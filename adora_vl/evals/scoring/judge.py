@@ -23,7 +23,14 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import integer_between, none_or, number_between, path, pluralize, text
+from adora_vl.utils.cli import (
+    integer_between,
+    none_or,
+    number_between,
+    path_option,
+    pluralize,
+    text_option,
+)
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
@@ -42,11 +49,11 @@ class ExtractionOptions(ScoreOptions):
     judge_url: str | None = option(
         None,
         help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1",
-        type=none_or(text),
+        type=none_or(text_option),
     )
-    judge_model: str | None = option(None, help="its name there", type=none_or(text))
+    judge_model: str | None = option(None, help="its name there", type=none_or(text_option))
     judge_cache: Path | None = option(
-        None, help="default: beside the score", type=none_or(path), metavar="FILE.jsonl"
+        None, help="default: beside the score", type=none_or(path_option), metavar="FILE.jsonl"
     )
     judge_timeout: float = option(
         60.0, help="of one call; default 60", type=number_between(0.001, 86400), metavar="SECONDS"

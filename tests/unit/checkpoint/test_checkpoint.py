@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
+from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
 from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.checkpoint.run_files import OLD_RUN_FOLDER
 from adora_vl.checkpoint.universal import (
@@ -244,7 +244,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
             checkpoint / "global_step1" / f"{name}_states.pt",
         )
     (checkpoint / "latest").write_text("global_step1")
-    store.finalize_checkpoint(checkpoint, {"step": 1, "fingerprint": {}})
+    store.mark_checkpoint_complete(checkpoint, {"step": 1, "fingerprint": {}})
     engine = SimpleNamespace(
         load_checkpoint=lambda *_, **__: torch.load(
             checkpoint / "global_step1" / f"{names[0]}_states.pt", weights_only=False
@@ -391,7 +391,7 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
 
     def fingerprint_of_folder(home: Path) -> dict[str, str]:
         model = str(home / "model")
-        return fingerprint(
+        return compute_fingerprint(
             AdoraKeys(), data=[home / "data"], model=model, revision="main", processes=1
         )
 
@@ -422,7 +422,7 @@ def test_a_reward_function_that_was_edited_is_another_run():
 
     def fingerprint_with_hash(digest: str) -> dict[str, str]:
         code_hashes = {"reward my_rewards.py": digest}
-        return fingerprint(
+        return compute_fingerprint(
             AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=code_hashes
         )
 
@@ -439,7 +439,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
         """Return the fingerprint of a run with a judge, whose options are these."""
         judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
         keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
-        return fingerprint(
+        return compute_fingerprint(
             keys,
             data=["d"],
             model="m",
@@ -474,7 +474,7 @@ def test_a_reward_by_its_older_name_is_the_same_run():
 
     def fingerprint_with_rewards(*rewards: str | dict[str, Any]) -> dict[str, str]:
         keys = AdoraScriptArguments(adora_reward=[*rewards])
-        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+        return compute_fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
     now = fingerprint_with_rewards("boxed_accuracy")
     assert fingerprint_with_rewards("adora") == now
@@ -659,7 +659,7 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
     def fingerprint_with_budget(budget: int | None, staleness: int = 4) -> dict[str, str]:
         """Return the fingerprint of a run with this budget of tokens, None for none."""
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
-        return fingerprint(
+        return compute_fingerprint(
             keys,
             data=["d"],
             model="m",

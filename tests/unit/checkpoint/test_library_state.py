@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adora_vl.checkpoint.run_files import list_run_entries
-from adora_vl.checkpoint.store import finalize_checkpoint
+from adora_vl.checkpoint.store import mark_checkpoint_complete
 from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
     LossSums,
@@ -167,7 +167,7 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     stopped = trainer(
         0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
     )
-    finalize_checkpoint(tmp_path, LossSums.with_all_ranks(LossSums(stopped).metadata()))
+    mark_checkpoint_complete(tmp_path, LossSums.with_all_ranks(LossSums(stopped).metadata()))
     # the two ranks of the checkpoint had 0.1 and 0.5
     for rank, ranks, rest in (
         (0, 2, 0.1),

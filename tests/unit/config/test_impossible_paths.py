@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from adora_vl.config.values import convert_key
-from adora_vl.utils.cli import path
+from adora_vl.utils.cli import path_option
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import path_problem
 from data_prep.cli import main as data_prep
@@ -53,7 +53,7 @@ def test_a_path_where_nothing_is_yet_may_be_named(value):
 
 def test_an_option_with_a_loop_of_links_is_refused(loop):
     with pytest.raises(argparse.ArgumentTypeError, match="Too many levels of symbolic links"):
-        path(loop)
+        path_option(loop)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ValidationError, model_validator
 from trl import ModelConfig
 
-from adora_vl.checkpoint.fingerprint import fingerprint
+from adora_vl.checkpoint.fingerprint import compute_fingerprint
 from adora_vl.config import AdoraScriptArguments
 from adora_vl.export import main as export
 from adora_vl.models.check import check_model_parts, make_lora_config
@@ -139,7 +139,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     assert (unpickled.hub_token, unpickled.model_init_kwargs) == (None, {"token": None})
     assert unpickled.learning_rate == config_with_secrets.learning_rate
     assert unpickled.vllm_server_base_url == "http://...@10.0.0.1:8000"
-    run_fingerprint = fingerprint(
+    run_fingerprint = compute_fingerprint(
         script,
         config_with_secrets,
         data=[],

@@ -10,7 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
-from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_differences
+from adora_vl.checkpoint.fingerprint import (
+    Fingerprint,
+    compute_fingerprint,
+    fingerprint_differences,
+)
 from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
@@ -123,7 +127,7 @@ def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     settings = script_arguments_for_fingerprint(
         script, load_rows(script, [str(folder)], seed=0).data.table
     )
-    return fingerprint(
+    return compute_fingerprint(
         settings,
         data=[folder],
         model="m",

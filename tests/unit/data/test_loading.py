@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
-from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
+from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
 from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.tables import open_local
@@ -131,7 +131,7 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
     def run_fingerprint(*words: object) -> dict[str, str]:
         """Return the fingerprint of a training with these arguments."""
         script = script_arguments(*words)
-        return fingerprint(
+        return compute_fingerprint(
             script,
             data=data_folders(script),
             model="m",

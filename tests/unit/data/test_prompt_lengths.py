@@ -14,7 +14,7 @@ from datasets import Dataset, Features
 from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
-from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
+from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.data import overlong_prompts
@@ -524,7 +524,7 @@ def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
     def run_fingerprint(left_out: list[str], policy: str = "drop") -> dict[str, str]:
         """Return the fingerprint of a training that leaves out these rows."""
         script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
-        return fingerprint(
+        return compute_fingerprint(
             script,
             data=[data_with_long_prompts],
             model="m",

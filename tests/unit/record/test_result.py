@@ -18,7 +18,7 @@ from adora_vl.record.result import (
     is_noise,
     training_change,
 )
-from adora_vl.record.rollouts import Record
+from adora_vl.record.rollouts import RolloutStore
 from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
@@ -59,7 +59,7 @@ def write_run(folder: Path, rates: RatesByStep) -> Path:
 
     `rates`: for each step the pass rates of its groups, which are their mean rewards too.
     """
-    record = Record(folder, 1, ADORA_SETTINGS)
+    record = RolloutStore(folder, 1, ADORA_SETTINGS)
     record.start(0)
     metrics_text = ""
     for step, pass_rates in enumerate(rates, 1):

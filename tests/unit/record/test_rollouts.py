@@ -144,7 +144,7 @@ def test_a_figure_that_is_not_there_is_null():
 
 def test_generations_of_one_step_are_numbered_through(tmp_path):
     """Two generations of two groups each are recorded in one step: groups 0 to 3."""
-    record = rollouts.Record(tmp_path, 1, {})
+    record = rollouts.RolloutStore(tmp_path, 1, {})
     record.start(0)
     record.add(columns_of_step(1), group_size=2)
     record.add(columns_of_step(1), group_size=2)
@@ -160,7 +160,7 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
 
 def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     """A hundred steps write a file each, and the record merges small ones as it goes."""
-    record = rollouts.Record(tmp_path, 1, {})
+    record = rollouts.RolloutStore(tmp_path, 1, {})
     record.start(0)
     for step in range(1, 101):
         record.add(columns_of_step(step), group_size=4)
@@ -249,7 +249,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
     part = write_step(tmp_path / "one", 1)
     file_bytes = part.path.stat().st_size
     limit_gb = 7 * file_bytes / 1e9
-    record = rollouts.Record(tmp_path, limit_gb, {})
+    record = rollouts.RolloutStore(tmp_path, limit_gb, {})
     record.start(0)
     for step in range(1, 10):
         record.add(columns_of_step(step), group_size=4)
@@ -260,7 +260,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
     """A write that fails, as on a full disk, is a warning, after which nothing is recorded."""
-    record = rollouts.Record(tmp_path, 1, {})
+    record = rollouts.RolloutStore(tmp_path, 1, {})
     record.start(0)
     record.add(columns_of_step(1), group_size=4)
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from adora_vl.record.diagrams import DiagramStore, read_original_size
 from adora_vl.record.record_files import list_record_files
-from adora_vl.record.rollouts import Record
+from adora_vl.record.rollouts import RolloutStore
 from adora_vl.report.conversation import TurnReader, format_call
 from adora_vl.report.run_summary import summarise_run
 from adora_vl.report.run_view import load_run
@@ -25,7 +25,7 @@ def summary_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
 
     `steps`: for each step its groups of two rollouts, as `rollout_pair` returns them.
     """
-    record = Record(folder, 1, ADORA_SETTINGS)
+    record = RolloutStore(folder, 1, ADORA_SETTINGS)
     record.start(0)
     for step, groups in enumerate(steps, 1):
         columns: dict[str, list[Any]] = {}
