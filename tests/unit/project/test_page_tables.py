@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from adora_vl.train import main as train
-from benchmarks import grading, lockstep, scanned, step, what_fits, working
+from benchmarks import grading, lockstep, scanned, step, what_fits
 from benchmarks.fake_card.tables import FLOPS_RESULT_FILE, flops_cells
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
@@ -153,16 +153,6 @@ def scanned_digits_tables(folder, *tables):
     assert rows_not_printed(tables_text, tables) == []
 
 
-def work_or_length(folder, *tables):
-    """Compare each row, and the verdict of the plan's rule, with the stored runs."""
-    plan = yaml.safe_load(working.PLAN.read_text())
-    runs = scanned.read_runs(working.STORED_RUNS)
-    tables_text = working.tables(plan, runs)
-    assert rows_not_printed(tables_text, tables) == []
-    verdict = working.verdict_of_rule(working.runs_of_whole_blocks(plan, runs))
-    assert f"By the plan's rule: **{verdict}**" in TEXT_OF_PAGES
-
-
 def before_training(folder, plain, demo, budget):
     """Compare the accuracies before training with an evaluation, within a point.
 
@@ -226,9 +216,6 @@ TABLE_HEADS_BY_CHECK = {
     ranks_in_lockstep: ["prompt, mean answer, longest"],
     grader_tables: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
-    work_or_length: [
-        f"work or length: {title}" for title in ("arm", "difference in points [95 %]")
-    ],
     scanned_digits_tables: [
         f"{case}: {title}"
         for case in ("long is better", "short is as good")
