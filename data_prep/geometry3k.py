@@ -7,7 +7,7 @@ the facts of the problems are sources too.
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -264,7 +264,7 @@ def prepare_geometry3k(
             "source": f"geometry3k/{source}",
             "input": location or _PRESET_HUB_ID,
             "revision": commit,
-            "arguments": chosen_options.recorded(),
+            "arguments": asdict(chosen_options),
         }
         chosen_rows = {
             split: _limited_rows(split, rows, chosen_options) for split, rows in splits.items()

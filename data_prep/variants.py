@@ -13,7 +13,7 @@ import random
 import re
 from cmath import phase
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -137,7 +137,7 @@ def prepare_variants(
             "source": VARIANTS_SOURCE,
             "input": str(folder),
             "revision": None,  # a folder has no commit, as a data set of the hub has
-            "arguments": options.recorded(),
+            "arguments": asdict(options),
         }
         begin_making = partial(
             _variant_readers, folder, split=split, options=options, workers=workers

@@ -26,8 +26,8 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import (
+    accuracy_of_share,
     build_extraction_item,
-    share_metric,
 )
 
 # Each split has one variant of every problem.
@@ -156,7 +156,7 @@ def _summary(
     for graded in graded_answers:
         variants_by_problem[graded.problem_id, graded.sample].append(graded.correct)
     n_problems = len(variants_by_problem)
-    worst_case = share_metric(
+    worst_case = accuracy_of_share(
         [all(are_correct) for are_correct in variants_by_problem.values()],
         problem_ids=[problem_id for problem_id, _ in variants_by_problem],
     )
@@ -215,7 +215,6 @@ BENCHMARK = Benchmark(
     data_options=HubDataOptions,
     check=check_row,
     fingerprint=("data_revision",),
-    prompt_revision=2,  # the first lacked three line breaks of the official prompt
     id_column="id",
     version_of=_version_of,
     summary=_summary,

@@ -176,7 +176,7 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     """
     data_set = score.get("data_set") or {}
     fingerprint = score.get("fingerprint") or {}
-    # A score without the option is of an earlier version, which always showed the picture.
+    # A fingerprint names the view only where it is not the picture.
     view = (fingerprint.get("fields") or {}).get("view", "image")
     return (
         data_set.get("sources") == ["geometry3k"]

@@ -24,9 +24,9 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
+    accuracy_of_share,
     describe_rule_set,
     mean_with_interval,
-    share_metric,
 )
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import pluralize
@@ -209,9 +209,11 @@ def _diagnosis_shares(
     shares: dict[str, Any] = {}
     if name == "strict":  # IK and IG are the same for both
         for kind in ("IK", "IG"):
-            shares[kind] = share_metric([diagnosis == kind for diagnosis in diagnoses], problem_ids)
+            shares[kind] = accuracy_of_share(
+                [diagnosis == kind for diagnosis in diagnoses], problem_ids
+            )
     are_mastered = [diagnosis == "CM" for diagnosis in diagnoses]
-    shares[f"CM_{name}"] = share_metric(are_mastered, problem_ids)
+    shares[f"CM_{name}"] = accuracy_of_share(are_mastered, problem_ids)
     # RM is a share of the problems whose whole is right.
     are_rote: list[bool] = []
     solved_ids: list[str] = []
@@ -219,7 +221,7 @@ def _diagnosis_shares(
         if diagnosis in ("CM", "RM"):
             are_rote.append(diagnosis == "RM")
             solved_ids.append(problem_id)
-    shares[f"RM_{name}"] = share_metric(are_rote, solved_ids) if are_rote else None
+    shares[f"RM_{name}"] = accuracy_of_share(are_rote, solved_ids) if are_rote else None
     return shares
 
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def _open_converted(
         "input": location,
         "revision": opened.revision,
         "arguments": {
-            **conversion.recorded(),
+            **asdict(conversion),
             "name": name,
             "splits": dict(conversion.splits),
             "columns": columns.to_mapping(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -289,15 +289,6 @@ class OpenedSource(NamedTuple):
     splits: Mapping[str, SplitRows]
 
 
-# The first manifests lacked these options, so that a manifest leaves out their default values.
-_UNRECORDED_DEFAULTS = {
-    "family": DEFAULT_FAMILY,
-    "split_name": None,
-    "drop_instruction": False,
-    "texts": None,
-}
-
-
 @dataclass(frozen=True)
 class CleaningOptions:
     """Options on how rows are cleaned, and which are stored; the manifest records them."""
@@ -309,18 +300,6 @@ class CleaningOptions:
     limit: int | None = None  # the largest number of rows in a split
     keep_leaks: bool = False  # store training rows that also occur in a held-out split
     allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
-
-    def recorded(self) -> dict[str, Any]:
-        """Return the options as the manifest of a data set records them.
-
-        An option that was added later is left out while it has its default value. So the manifest
-        of an old folder still equals that of a new one with the same rows, and the folder need not
-        be made again.
-        """
-        unrecorded = _UNRECORDED_DEFAULTS.items()
-        return {
-            name: value for name, value in asdict(self).items() if (name, value) not in unrecorded
-        }
 
     def pixel_limits(self) -> PixelLimits:
         """Return how many pixels an image may have, by `min_pixels` and `max_pixels`.

@@ -195,7 +195,7 @@ def _collect_fingerprint(
     """Collect the settings that the answers of a run depend on, for the file `fingerprint.json`.
 
     A run is resumed only with equal fields. A field that few runs need, such as `view`, is left out
-    where it has its usual value, so that older fingerprints without it stay equal.
+    where it has its usual value.
     """
     fields: FingerprintFields = {
         "benchmark": benchmark.name,
@@ -216,8 +216,6 @@ def _collect_fingerprint(
     fields |= settings.fingerprint_fields
     if view_problems.n_left_out:
         fields["left_out"] = view_problems.n_left_out
-    if benchmark.prompt_revision > 1:
-        fields["prompt_revision"] = benchmark.prompt_revision
     if benchmark.file:
         fields["benchmark_file"] = benchmark.file
     return fields

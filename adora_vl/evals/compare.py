@@ -48,8 +48,6 @@ _FREE_FIELDS = (
     "seed",
 )
 _MAX_VALUE_CHARS = 60
-# The benchmarks of ours that always ask several versions of each problem.
-_BENCHMARKS_WITH_VERSIONS = ("mathverse", "dynamath", "wemath")
 
 
 def comparability_warnings(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
@@ -68,7 +66,6 @@ def comparability_warnings(runs: Sequence[ScoreFile], subject: Sequence[str] = (
     lines: list[str] = []
     for run in runs:
         lines += _named_partial_notes(run)
-        lines += _unknown_versions_notes(run)
     names_without_fingerprint = [
         run.name for run in runs if not fingerprint_part(run.score, "fields")
     ]
@@ -89,21 +86,6 @@ def comparability_warnings(runs: Sequence[ScoreFile], subject: Sequence[str] = (
     for key, values in _differing_values(with_fingerprint, "versions").items():
         lines.append(f"note: the runs differ in the version of {key}: {values}")
     return lines
-
-
-def _unknown_versions_notes(run: ScoreFile) -> list[str]:
-    """Warn of a score that does not say which answers are to versions of one problem.
-
-    MathVerse, for example, asks each problem in six versions. A score that an earlier version of
-    this package wrote would count them as six problems.
-    """
-    has_versions = run.benchmark in _BENCHMARKS_WITH_VERSIONS
-    if not has_versions or any("problem" in item for item in run.score["items"]):
-        return []
-    return [
-        f"warning: {run.name}: it does not say which answers are versions of one problem, so the "
-        "intervals are too narrow; score the predictions again"
-    ]
 
 
 def _named_partial_notes(run: ScoreFile) -> list[str]:
@@ -130,7 +112,7 @@ def _differing_settings(runs: Sequence[ScoreFile], ignored: Sequence[str]) -> di
         # The address of a server says nothing of its answers. An option that differs is listed by
         # the values that the user gave, not once more by those that were made of them.
         ignored=("base_url", *differing_fields),
-        # An earlier version of this package stored fewer settings.
+        # Engines resolve different settings, and a busy server may not say what program it is.
         common_only=True,
     )
     return differing_fields | differing_resolved

@@ -104,7 +104,7 @@ class GradedAnswer:
 
 
 class AccuracyMetric(TypedDict):
-    """An accuracy or another share as a score file has it, such as 6 right answers of 10.
+    """An accuracy, or another figure of a benchmark, as a score file has it, such as 6 right answers of 10.
 
     One that is no count, such as a mean, has neither `correct` nor `total`.
     """
@@ -115,10 +115,20 @@ class AccuracyMetric(TypedDict):
     """The number of right answers."""
     total: NotRequired[int]
     """The number of answers."""
-    wilson_95: NotRequired[list[float]]
-    """The interval of a count: its lower and its upper end, at 95 %."""
     interval_95: NotRequired[list[float]]
-    """The interval of a mean, such as avg@k. A ratio, such as DynaMath's robustness, has none."""
+    """The lower and the upper end at 95 %: Wilson's interval of a count, or that of a mean, such as
+    avg@k. A ratio, such as DynaMath's robustness, has none."""
+
+
+class ShareMetric(TypedDict):
+    """A share that is no accuracy as a score file has it, such as 2 answers of 10 cut off."""
+
+    count: int
+    total: int
+    share: float
+    """`count` divided by `total`."""
+    interval_95: list[float]
+    """Wilson's interval of the share: its lower and its upper end, at 95 %."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +201,6 @@ class Benchmark:
     """Says what is wrong with a predictions row; None where nothing is."""
     fingerprint: tuple[str, ...] = ()
     """The names of those data options on which an answer depends."""
-    prompt_revision: int = 1
-    """Counts the changes of the prompt of the same problem. Answers to different ones are not mixed
-    in one run, and a comparison says that they differ."""
     id_column: str = "pid"
     """The column of the data with the id of a row, which is `pid` in a predictions row."""
     version_of: Callable[[Prediction], str] | None = None

@@ -14,7 +14,7 @@ from adora_vl.evals.scoring.score import find_benchmark_metrics
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
-_NEEDED_KEYS = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
+_NEEDED_KEYS = ("benchmark", "accuracy", "total", "interval_95", "groups", "items", "rules")
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def _held_out_result(folder: Path) -> str | None:
         change = accuracy_difference([file_before], [file_after])
     # There is no score before, it is of another benchmark, or no problem is in both.
     if change is None:
-        accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
+        accuracy = percent_with_interval(score["accuracy"], score["interval_95"])
         return f"{title} {accuracy} of {count} ({SCORE_FILE_AFTER})"
     basis = f"{change.over}, of {count}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
     return f"{title} {_change_text(change, of_share=True)} ({basis})"

@@ -30,7 +30,7 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
 
     assert scores["after-grpo"]["total"] == scores["after-adora"]["total"] >= 400
     # the 95 % intervals of the two accuracies do not overlap
-    assert scores["after-grpo"]["wilson_95"][1] < scores["after-adora"]["wilson_95"][0]
+    assert scores["after-grpo"]["interval_95"][1] < scores["after-adora"]["interval_95"][0]
     assert scores["after-adora"]["accuracy"] - scores["after-grpo"]["accuracy"] >= 0.15
     logs = {
         name: [

@@ -63,9 +63,8 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 FINGERPRINT_FILE = "fingerprint.json"
-# The first two come from the training of the model, and the third from the code of the benchmark.
-# No message about them says `set it back`.
-_FIELDS_THAT_NO_OPTION_SETS = ("stop", "stop_token_ids", "prompt_revision")
+# They come from the training of the model. No message about them says `set it back`.
+_FIELDS_THAT_NO_OPTION_SETS = ("stop", "stop_token_ids")
 FingerprintFields = dict[str, Any]
 
 
@@ -137,8 +136,8 @@ def refuse_other_resolved_settings(
     """Raise `UserError` where the engine has other settings than the stored predictions had.
 
     Equal options, such as `dtype: auto`, may mean different settings on another machine or with
-    another server. A setting that only one of both has is not compared: an older version wrote down
-    fewer of them.
+    another server. A setting that only one of both has is not compared: a busy server may not say
+    what program it is.
 
     Args:
         output: The folder of the predictions.

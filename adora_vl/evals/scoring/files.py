@@ -98,7 +98,7 @@ def metrics_in_training(
     content, _ = score_predictions(
         benchmark, rows, benchmark.score_options(), answer_tags=answer_tags
     )
-    low, high = content["wilson_95"]
+    low, high = content["interval_95"]
     metrics: dict[str, float] = {
         "accuracy": content["accuracy"],
         "accuracy_low": low,

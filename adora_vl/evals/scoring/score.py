@@ -22,11 +22,13 @@ from adora_vl.evals.records import (
     GradedAnswer,
     Prediction,
     ScoredBenchmark,
+    ShareMetric,
 )
 from adora_vl.evals.scoring.statistics import (
     bootstrap_mean_interval,
     clustered_wilson_interval,
     pass_at_k,
+    share_metric,
     wilson_interval,
 )
 from adora_vl.evals.scoring.steps import step_metrics
@@ -72,20 +74,12 @@ def reflection_metrics(
     # How often each reflective word is in each response, such as {"wait": 2}.
     word_counts = [reflective_words(row["response"]) for row in rows]
     are_reflective = [bool(count_by_word) for count_by_word in word_counts]
-    n_reflective = sum(are_reflective)
-    total = len(rows)
     per_1000_answers = {}
     for word in REFLECTIVE_WORD_REGEX:
         count = sum(count_by_word.get(word, 0) for count_by_word in word_counts)
         if count:
-            per_1000_answers[word] = 1000 * count / total
-    return {
-        "answers": n_reflective,
-        "total": total,
-        "share": n_reflective / total,
-        "wilson_95": list(clustered_wilson_interval(are_reflective, problem_ids)),
-        "per_1000_answers": per_1000_answers,
-    }
+            per_1000_answers[word] = 1000 * count / len(rows)
+    return {**share_metric(are_reflective, problem_ids), "per_1000_answers": per_1000_answers}
 
 
 # The groups of images by size: the most pixels of an image in a group, and the group's name.
@@ -455,7 +449,7 @@ def answer_metrics(
 
 def _truncation_metrics(
     rows: Sequence[Prediction], problem_ids: Sequence[str]
-) -> dict[str, Any] | None:
+) -> ShareMetric | None:
     """Compute the share of answers that were cut off, among those with a finish reason.
 
     Returns None if no answer has a finish reason.
@@ -472,37 +466,28 @@ def _truncation_metrics(
             counted_problem_ids.append(problem_id)
     if not are_cut_off:
         return None
-    n_cut_off = sum(are_cut_off)
-    total = len(are_cut_off)
-    return {
-        "count": n_cut_off,
-        "total": total,
-        "share": n_cut_off / total,
-        "wilson_95": list(clustered_wilson_interval(are_cut_off, counted_problem_ids)),
-    }
+    return share_metric(are_cut_off, counted_problem_ids)
 
 
 def accuracy_metric(graded_answers: Sequence[GradedAnswer]) -> AccuracyMetric:
     """Compute the accuracy of answers (at least one), with its counts and its Wilson interval."""
     are_correct = [graded.correct for graded in graded_answers]
-    return share_metric(are_correct, [graded.problem_id for graded in graded_answers])
+    return accuracy_of_share(are_correct, [graded.problem_id for graded in graded_answers])
 
 
-def share_metric(successes: Sequence[bool], problem_ids: Sequence[str]) -> AccuracyMetric:
-    """Compute a share, with its counts and its Wilson interval clustered by problem.
+def accuracy_of_share(successes: Sequence[bool], problem_ids: Sequence[str]) -> AccuracyMetric:
+    """Compute a share as a metric of a benchmark has it, with its clustered Wilson interval.
 
     Args:
         successes: Whether each answer is right (or whatever is counted); at least one.
         problem_ids: The problem of each answer. Answers to one problem are not independent.
     """
-    n_successes = sum(successes)
-    total = len(successes)
-    interval = list(clustered_wilson_interval(successes, problem_ids))
+    metric = share_metric(successes, problem_ids)
     return {
-        "correct": n_successes,
-        "total": total,
-        "accuracy": n_successes / total,
-        "wilson_95": interval,
+        "correct": metric["count"],
+        "total": metric["total"],
+        "accuracy": metric["share"],
+        "interval_95": metric["interval_95"],
     }
 
 
@@ -522,7 +507,7 @@ def accuracy_from_counts(
     accuracy = correct / total
     n_problems = max(1.0, total / samples_per_problem)
     interval = list(wilson_interval(accuracy * n_problems, n_problems))
-    return {"correct": correct, "total": total, "accuracy": accuracy, "wilson_95": interval}
+    return {"correct": correct, "total": total, "accuracy": accuracy, "interval_95": interval}
 
 
 def correctness_by_pid(graded_answers: Iterable[GradedAnswer]) -> dict[str, list[bool]]:

@@ -7,6 +7,8 @@ from math import comb, sqrt
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
+from adora_vl.evals.records import ShareMetric
+
 _NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 # The number of resamples of a bootstrap. With another seed the ends of an interval would move by
 # about a tenth of its width.
@@ -143,6 +145,23 @@ def clustered_wilson_interval(
     if n_successes == n_answers:
         return wilson_interval(effective_size, effective_size)
     return wilson_interval(n_successes / n_answers * effective_size, effective_size)
+
+
+def share_metric(successes: Sequence[bool], problem_ids: Sequence[str]) -> ShareMetric:
+    """Return a share with its counts and its Wilson interval clustered by problem.
+
+    Args:
+        successes: Whether each answer counts, such as one that was cut off; at least one.
+        problem_ids: The problem of each answer. Answers to one problem are not independent.
+    """
+    count = sum(successes)
+    total = len(successes)
+    return {
+        "count": count,
+        "total": total,
+        "share": count / total,
+        "interval_95": list(clustered_wilson_interval(successes, problem_ids)),
+    }
 
 
 def _effective_sample_size(successes: Sequence[bool], problem_ids: Sequence[str]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from adora_vl.evals.records import GradedAnswer, Prediction
-from adora_vl.evals.scoring.statistics import bootstrap_mean_interval, clustered_wilson_interval
+from adora_vl.evals.scoring.statistics import bootstrap_mean_interval, share_metric
 from adora_vl.rewards.steps import ClaimCheck, check_claims_if_possible
 
 
@@ -54,14 +54,7 @@ def step_metrics(
     if right_answers:
         are_lucky = [answer.claims.is_right_by_luck for answer in right_answers]
         problem_ids = [answer.graded.problem_id for answer in right_answers]
-        count = sum(are_lucky)
-        total = len(right_answers)
-        metrics["lucky"] = {
-            "count": count,
-            "total": total,
-            "value": count / total,
-            "interval_95": list(clustered_wilson_interval(are_lucky, problem_ids)),
-        }
+        metrics["lucky"] = share_metric(are_lucky, problem_ids)
     return metrics
 
 

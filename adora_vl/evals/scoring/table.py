@@ -141,7 +141,7 @@ def accuracy_text(metric: AccuracyMetric | None) -> str:
     if metric is None:
         return "-"
     share = f"{100 * metric['accuracy']:5.1f}"
-    interval = metric.get("wilson_95") or metric.get("interval_95")
+    interval = metric.get("interval_95")
     if interval is None:
         return share
     low, high = interval
@@ -165,8 +165,7 @@ def _answer_lines(score: Score) -> list[str]:
     if score.get("extraction_mix"):
         methods = [f"{method} {count}" for method, count in score["extraction_mix"].items()]
         lines.append(f"extraction: {', '.join(methods)}")
-    # A score of an older version has no counts of thinking.
-    thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
+    thinking = score["thinking"]
     if thinking["set_aside"]:
         line = f"thinking set aside: in {pluralize(thinking['set_aside'], 'answer')}"
         if thinking["without_answer"]:
@@ -204,7 +203,7 @@ def step_lines(metrics: Mapping[str, Any]) -> list[str]:
     lucky_metric = metrics["lucky"]
     if lucky_metric is None:
         return [*lines, "right by luck: no answer is right"]
-    lucky_share = percent_with_interval(lucky_metric["value"], lucky_metric["interval_95"])
+    lucky_share = percent_with_interval(lucky_metric["share"], lucky_metric["interval_95"])
     lines.append(
         f"right by luck: {lucky_share} of {lucky_metric['total']} right answers have a false claim, "
         "or none that is new"

@@ -373,7 +373,7 @@ def test_quoted_figures_of_open_questions_are_told_apart(
             "benchmark": "geometry3k",
             "accuracy": 1.0,
             "total": 1,
-            "wilson_95": [0.2, 1.0],
+            "interval_95": [0.2, 1.0],
             "groups": {},
             "items": items,
             "rules": {},

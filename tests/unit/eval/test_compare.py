@@ -313,17 +313,17 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
             assert comparability_warnings([read_run(first), read_run(other_score)]) == [warning]
 
 
-def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
+def test_a_setting_that_one_score_does_not_have_is_no_difference(tmp_path):
     """A program of the server that one score does not know, or another address, is no difference.
 
     Two programs that are both known and differ are one.
     """
-    older = fingerprint_with({"base_url": "http://a:1/v1"})
+    unknown = fingerprint_with({"base_url": "http://a:1/v1"})
     vllm = fingerprint_with({"base_url": "http://b:2/v1", "server": "vllm"})
     sglang = fingerprint_with({"base_url": "http://b:2/v1", "server": "sglang"})
     runs = [
         read_run(write_score_file(tmp_path / f"{name}.json", "0110", **fingerprint))
-        for name, fingerprint in (("older", older), ("vllm", vllm), ("sglang", sglang))
+        for name, fingerprint in (("unknown", unknown), ("vllm", vllm), ("sglang", sglang))
     ]
     assert comparability_warnings(runs[:2]) == []
     (warning,) = comparability_warnings(runs[1:])

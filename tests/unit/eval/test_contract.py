@@ -270,27 +270,6 @@ def test_the_benchmark_of_the_page_runs_from_its_file(output_of_documented_run, 
     assert "lengths: accuracy" in capsys.readouterr().out
 
 
-def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
-    output_of_documented_run, monkeypatch, capsys
-):
-    """A benchmark with another `prompt_revision` does not go on with the answers in a folder.
-
-    Those in `out` are to the first form of the prompt, for which the fingerprint has no field.
-    """
-
-    def find_with_new_prompt(name: str, **_: object) -> Benchmark:
-        return replace(find_benchmark(name), prompt_revision=2)
-
-    monkeypatch.setattr(evaluate, "find_benchmark", find_with_new_prompt)
-    assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
-    # No option sets it back, so the remedy is another folder.
-    expected = (
-        "prompt_revision: the predictions in 'out' were made with None, this run has 2; use another"
-    )
-    assert expected in capsys.readouterr().err
-    assert find_benchmark("dynamath").prompt_revision == 2  # the one whose prompt has changed
-
-
 def test_another_file_of_a_benchmark_is_another_run(output_of_documented_run, capsys):
     """A changed file of a benchmark is refused in the folder of answers by the first one.
 

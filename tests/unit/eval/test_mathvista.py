@@ -319,7 +319,7 @@ def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
         (score_of_once["groups"]["task"][task], score_of_three_samples["groups"]["task"][task]),
     ]
     for cell, cell_of_three in cells:
-        assert cell_of_three["wilson_95"] == pytest.approx(cell["wilson_95"])
+        assert cell_of_three["interval_95"] == pytest.approx(cell["interval_95"])
 
 
 def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> None:
@@ -331,7 +331,7 @@ def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> 
         rows.append(prediction(pid=str(index), extraction=extraction, metadata=metadata))
     id_cell = score_rows(rows, score_options())["id_ood"]["ID"]
     assert (id_cell["correct"], id_cell["total"]) == (6, 12)
-    assert id_cell["wilson_95"] == pytest.approx(wilson_interval(3, 6))
+    assert id_cell["interval_95"] == pytest.approx(wilson_interval(3, 6))
 
 
 def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> None:
@@ -340,7 +340,7 @@ def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> 
     rows += [prediction(pid="1", extraction="5") | {"sample": sample} for sample in range(2)]
     cell = score_rows(rows, score_options())["id_ood"]["OOD"]
     assert (cell["correct"], cell["total"]) == (5, 5)
-    low, high = cell["wilson_95"]
+    low, high = cell["interval_95"]
     assert 0 < low < high == 1
 
 
@@ -360,7 +360,7 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
     result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
     assert result["extraction_mix"] == {"stated": 1}
-    assert result["wilson_95"][1] == 1.0
+    assert result["interval_95"][1] == 1.0
     assert "adora_vl" in result["versions"]
     assert "rules vlmevalkit, extraction rules" in capsys.readouterr().out
 

@@ -150,7 +150,7 @@ def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
         rows += [{**row, "sample": sample} for row in composite_problem("p0", pattern, 0)]
     cell = score_as_command(tmp_path, rows)["diagnosis"]["RM_strict"]
     assert (cell["correct"], cell["total"]) == (1, 1)
-    low, high = cell["wilson_95"]
+    low, high = cell["interval_95"]
     assert 0 < low < high == 1
 
 

@@ -234,7 +234,7 @@ def test_another_setting_is_refused_and_named(case_folder):
 def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path):
     """A resumed run refuses another program of the server, and takes another address.
 
-    It takes any program if the fingerprint, of an older version, has none.
+    It takes any program if the fingerprint has none, since the server was too busy to tell it.
     """
 
     def engine_with(**resolved: str) -> RecordingEngine:
@@ -252,7 +252,7 @@ def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path
     infer_with(tmp_path, engine_with(**server | {"base_url": "http://b:2/v1"}))
     fingerprint = json.loads((tmp_path / "fingerprint.json").read_text())
     assert fingerprint["resolved"] == {"base_url": "http://b:2/v1", "server": "vllm"}
-    # A fingerprint of an older version does not have the program.
+    # The server of the first run was too busy to tell its program.
     fingerprint["resolved"] = {"base_url": "http://a:1/v1"}
     (tmp_path / "fingerprint.json").write_text(json.dumps(fingerprint))
     # A sixth problem, so that there is something to ask.

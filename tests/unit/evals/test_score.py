@@ -166,7 +166,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["pass@4"]["interval"] == "wilson"
     assert samples["pass@4"]["interval_95"] == list(wilson_interval(2, 3))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
-    low, high = score["wilson_95"]
+    low, high = score["interval_95"]
     assert high - low > 0.7  # about 0.5 with twelve problems
 
 
@@ -217,14 +217,14 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     assert score["correct"] == 2
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
-    assert score["wilson_95"] == list(wilson_interval(2, 6))
+    assert score["interval_95"] == list(wilson_interval(2, 6))
     assert right_and_total(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
         "circle": {
             "correct": 1,
             "total": 1,
             "accuracy": 1.0,
-            "wilson_95": list(wilson_interval(1, 1)),
+            "interval_95": list(wilson_interval(1, 1)),
         }
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
@@ -245,8 +245,8 @@ def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
     metrics_of_once = answer_metrics(rows, graded)
     metrics_of_thrice = answer_metrics(rows * 3, graded * 3)
     for name in ("truncated", "reflective_words"):
-        assert metrics_of_thrice[name]["wilson_95"] == pytest.approx(
-            metrics_of_once[name]["wilson_95"]
+        assert metrics_of_thrice[name]["interval_95"] == pytest.approx(
+            metrics_of_once[name]["interval_95"]
         ), name
 
 
