@@ -22,7 +22,7 @@ from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Verdict, figure_as_json
 from adora_vl.geometry.forms import LogicForm, points_in_term
 from adora_vl.geometry.shapes import parse_terms
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.verdict import solve_form, solved_figure
 from adora_vl.utils.cli import pluralize
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
@@ -97,18 +97,6 @@ def rows_of_solvable_forms(
     return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 
-def solved_figure_as_json(form: LogicForm) -> str | None:
-    """Return the solved points and values of a logic form as JSON, for the column `figure`.
-
-    Returns None where the facts of the form do not determine its answer.
-    """
-    # By the facts alone: not by what the picture suggests, and with no fact left out.
-    solution = solve_form(form, looks=False, repair=False)
-    if solution.status != "answered" or solution.figure is None:
-        return None
-    return figure_as_json(solution.figure)
-
-
 def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
     """Return the fields `extras` and `warnings` of a `RawProblem`, to be passed by keyword.
 
@@ -125,7 +113,7 @@ def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, 
     figure = None
     if form is not None:
         facts = facts_in_words(form, problem)
-        figure = solved_figure_as_json(form)
+        figure = solved_figure(form)
     warnings = {} if facts else {"no_facts": row_id}
     return {"extras": {"facts": facts, "figure": figure}, "warnings": warnings}
 

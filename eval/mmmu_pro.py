@@ -29,7 +29,6 @@ from adora_vl.evals.records import (
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.score import (
     build_extraction_item,
-    describe_rule_set,
 )
 from adora_vl.utils.cli import pluralize
 
@@ -202,7 +201,7 @@ BENCHMARK = Benchmark(
     split="test",
     load=load,
     grade=grade,
-    rules=describe_rule_set,
+    rules=lambda options: {"rules": options.rules},
     score_options=MMMUProScoreOptions,
     data_options=MMMUProDataOptions,
     check=check_row,

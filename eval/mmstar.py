@@ -33,7 +33,6 @@ from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
     build_extraction_item,
     correctness_by_pid,
-    describe_rule_set,
     grade_rows,
 )
 from adora_vl.evals.scoring.statistics import difference_interval
@@ -280,7 +279,7 @@ BENCHMARK = Benchmark(
     split="val",
     load=load,
     grade=grade,
-    rules=describe_rule_set,
+    rules=lambda options: {"rules": options.rules},
     score_options=MMStarScoreOptions,
     data_options=MMStarDataOptions,
     check=check_row,

@@ -25,7 +25,6 @@ from adora_vl.evals.records import (
 from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
     accuracy_of_share,
-    describe_rule_set,
     mean_with_interval,
 )
 from adora_vl.evals.scoring.table import percent_with_interval
@@ -311,7 +310,7 @@ BENCHMARK = Benchmark(
     split="testmini",
     load=load,
     grade=grade,
-    rules=describe_rule_set,
+    rules=lambda options: {"rules": options.rules},
     score_options=WeMathScoreOptions,
     data_options=HubDataOptions,
     check=check_row,

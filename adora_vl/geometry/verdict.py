@@ -13,7 +13,7 @@ from adora_vl.geometry.choose import Outcome, Status, choose_outcome
 from adora_vl.geometry.conflict import Conflict, Repair, find_conflict, gives_size
 from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import short_form
-from adora_vl.geometry.figure import Verdict, figure_of_solution, with_rivals
+from adora_vl.geometry.figure import Verdict, figure_as_json, figure_of_solution, with_rivals
 from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.reading import Reading, read_facts
@@ -56,6 +56,18 @@ def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> V
     if not result.unread:
         return result
     return replace(result, why=f"{result.why}; not read: {result.unread[0]}")
+
+
+def solved_figure(form: LogicForm) -> str | None:
+    """Return the solved points and values of a logic form as JSON, for the column `figure`.
+
+    It is solved by the facts alone: not by what the picture suggests, and with no fact left out.
+    Returns None where the facts do not determine the answer.
+    """
+    solution = solve_form(form, looks=False, repair=False)
+    if solution.status != "answered" or solution.figure is None:
+        return None
+    return figure_as_json(solution.figure)
 
 
 def _solve_small_form(form: LogicForm, *, looks: bool, repair: bool) -> Verdict:

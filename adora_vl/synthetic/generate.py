@@ -11,9 +11,8 @@ from PIL import Image
 
 from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
 from adora_vl.data.images import diagram_hash
-from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.verdict import solved_figure
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.synthetic.corners import corner_number
@@ -127,11 +126,7 @@ def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
     if not problem.sentences:
         return dict.fromkeys(FIGURE_COLUMNS)
     facts = "\n".join(problem.sentences)
-    solution = solve_form(read_form_from_text(facts), looks=False, repair=False)
-    figure = None
-    if solution.status == "answered" and solution.figure is not None:
-        figure = figure_as_json(solution.figure)
-    return {"facts": facts, "figure": figure}
+    return {"facts": facts, "figure": solved_figure(read_form_from_text(facts))}
 
 
 def _row_of(

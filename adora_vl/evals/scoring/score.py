@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED_REASONS, PROMPT_TOO_LONG
 from adora_vl.evals.options import ScoreOptions
@@ -255,23 +255,6 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
         n_tokens=row.get("n_tokens"),
         sample=row.get("sample", 0),
     )
-
-
-class HasRules(Protocol):
-    """Score options that name a set of rules."""
-
-    @property
-    def rules(self) -> str:
-        """The name of the set, such as `official`."""
-        ...
-
-
-def describe_rule_set(options: HasRules) -> dict[str, Any]:
-    """Return the `rules` of a score file, for a benchmark with several sets of rules.
-
-    `--rules letter` gives `{"rules": "letter"}`.
-    """
-    return {"rules": options.rules}
 
 
 def find_benchmark_metrics(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyMetric]]:
