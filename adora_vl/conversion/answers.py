@@ -6,12 +6,13 @@ An answer may be a letter, an index, a text or a number, a whole solution, or a 
 import ast
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from string import ascii_uppercase
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from adora_vl.conversion.chat import answer_of_chat
 from adora_vl.conversion.columns import ANSWER_IS, Columns
@@ -196,18 +197,10 @@ def _shortest_digits(value: float) -> str:
     digits = repr(value)
     if len(digits) < _MIN_CHARACTERS_OF_FLOAT32 or abs(value) > _LARGEST_FLOAT32:
         return digits
-    is_float32 = _nearest_float32(value) == value
-    if not is_float32:
+    nearest_float32 = np.float32(value)
+    if float(nearest_float32) != value:
         return digits
-    # A float64 has at most 17 significant digits.
-    spellings = (f"{value:.{precision}g}" for precision in range(1, 18))
-    return next(spelling for spelling in spellings if _nearest_float32(float(spelling)) == value)
-
-
-def _nearest_float32(value: float) -> float:
-    """Return the number of 32 bits that is nearest to a number of 64 bits."""
-    nearest: float = struct.unpack("f", struct.pack("f", value))[0]
-    return nearest
+    return np.format_float_positional(nearest_float32, trim="-")
 
 
 # A shorter number was written by a person, and is a float32 by accident: 0.5 is one.

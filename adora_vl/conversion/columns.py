@@ -323,8 +323,8 @@ def pick_columns(
     for name in columns.table_names:
         # The column may be `reward_model`, with the path `ground_truth` inside its objects.
         for column, path in _possible_columns(name, record):
-            value = _value_at_path(record[column], path)
-            if value is not _NO_VALUE:
+            value = value_at_path(record[column], path)
+            if value is not NO_VALUE:
                 if names_by_column and name in names_by_column:
                     value = _class_name(value, names_by_column[name])
                 picked[name] = value
@@ -374,31 +374,32 @@ def _class_name(value: object, class_names: Sequence[str]) -> object:
     return class_names[number] if 0 <= number < len(class_names) else None
 
 
-_NO_VALUE = object()  # in place of None, which may be the value
+NO_VALUE = object()  # in place of None, which may be the value
 
 
-def _value_at_path(value: object, path: str) -> object:
-    """Return what stands in a nested value at a path; `_NO_VALUE` where the path leads to nothing.
+def value_at_path(value: object, path: str) -> object:
+    """Return what stands in a nested value at a path; `NO_VALUE` where the path leads to nothing.
 
     For example, `messages.0.content` leads to `Find x.` in {"messages": [{"content": "Find x."}]}:
-    a name in the path may be the index of a list. A list or an object may also be a text of JSON.
+    a name in the path may be the index of a list. A key may have dots itself, and a list or an
+    object may also be a text of JSON.
     """
     if not path:
         return value
-    for name in path.split("."):
-        if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-            try:
-                value = read_json(value)
-            except (ValueError, RecursionError):
-                return _NO_VALUE
-        is_number = name.lstrip("-").isdecimal()
-        if isinstance(value, list) and is_number and -len(value) <= int(name) < len(value):
-            value = value[int(name)]
-        elif isinstance(value, Mapping) and name in value:
-            value = value[name]
-        else:
-            return _NO_VALUE
-    return value
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            value = read_json(value)
+        except (ValueError, RecursionError):
+            return NO_VALUE
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    name, _, rest_of_path = path.partition(".")
+    is_number = name.removeprefix("-").isdecimal()
+    if isinstance(value, list) and is_number and -len(value) <= int(name) < len(value):
+        return value_at_path(value[int(name)], rest_of_path)
+    if isinstance(value, Mapping) and name in value:
+        return value_at_path(value[name], rest_of_path)
+    return NO_VALUE
 
 
 def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
+from adora_vl.conversion.columns import NO_VALUE, value_at_path
 from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MultiLineUserError, read_json
@@ -78,7 +79,9 @@ def read_predictions(
         if isinstance(row_or_fault, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {row_or_fault}")
             continue
-        unseen_names -= {name for name in unseen_names if _values_at_path(row_or_fault, name)}
+        unseen_names = {
+            name for name in unseen_names if value_at_path(row_or_fault, name) is NO_VALUE
+        }
         fault = _describe_column_fault(row_or_fault, columns)
         row = _rename_fields(row_or_fault, id_column, columns)
         fault = fault or describe_row_fault(row)
@@ -266,7 +269,7 @@ def _describe_column_fault(row: Prediction, columns: Mapping[str, str]) -> str |
     if nothing is wrong.
     """
     for our_name, path in columns.items():
-        if our_name in row and not _values_at_path(row, path):
+        if our_name in row and value_at_path(row, path) is NO_VALUE:
             return (
                 f"has no {path!r}, which --columns names for {our_name!r}, but a field "
                 f"{our_name!r} of its own; correct the name"
@@ -283,7 +286,8 @@ def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) 
     # the old `answer` of the row, not the new one.
     renamed_fields: dict[str, Any] = {}
     for our_name, path in columns.items():
-        for value in _values_at_path(row, path):
+        value = value_at_path(row, path)
+        if value is not NO_VALUE:
             renamed_fields[our_name] = value
     row.update(renamed_fields)
     if "pid" not in row and id_column in row:
@@ -294,25 +298,6 @@ def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) 
     if "response" in row and row["response"] is None:
         row["response"] = ""
     return row
-
-
-def _values_at_path(content: object, path: str) -> list[Any]:
-    """Return a list with the value at a path, or an empty list if there is none.
-
-    It is a list because the value itself may be None. In `{"meta": {"answers": ["a"]}}` the path
-    `meta.answers.0` gives `["a"]`. A part of the path is a key of an object or an index of a list.
-    A key may have dots itself.
-    """
-    if isinstance(content, dict) and path in content:
-        return [content[path]]
-    name, _, rest_of_path = path.partition(".")
-    if isinstance(content, list) and name.isdecimal() and int(name) < len(content):
-        value = content[int(name)]
-    elif isinstance(content, dict) and name in content:
-        value = content[name]
-    else:
-        return []
-    return _values_at_path(value, rest_of_path) if rest_of_path else [value]
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
