@@ -350,7 +350,7 @@ def _groups_of_columns(
     )
 
 
-def forecast_from_path(path: Path, *, rounding: bool = False) -> Forecast:
+def forecast_from_path(path: Path, *, rounding: bool) -> Forecast:
     """Return on which groups of answers ADORA's attenuation would act.
 
     `path` is a run's folder, a folder of stored answers, or a file of them. With `rounding` a

@@ -27,10 +27,9 @@ from adora_vl.geometry.forms import LogicForm
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, rows_of_folders
-from data_prep.logic_forms import read_forms
 from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
-from data_prep.solve import read_forms_or_text
+from data_prep.solve import read_forms, read_forms_or_text
 from data_prep.solved_rows import (
     LabelledQuestion,
     fact_fields,
@@ -103,7 +102,7 @@ def rows_of_redrawn_forms(path: Path, question_table: Path | None) -> dict[str, 
     }
     undrawable_count = 0
     for question in _read_questions(question_table):
-        form = forms_by_number.get(int(question.number))
+        form = forms_by_number.get(question.number)
         if form is None or not can_be_drawn(form):
             undrawable_count += 1
         else:

@@ -6,16 +6,12 @@ picture; where they do not suffice to solve the problem, as for a shaded region,
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 
-from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term, read_form_from_record
+from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
-from adora_vl.utils.cli import read_json
-from adora_vl.utils.errors import UserError
 
 # Shapes with more corners have no words here.
 _CORNER_COUNT_BY_SHAPE = {name: count for name, count in CORNER_COUNT_BY_SHAPE.items() if count < 7}
@@ -38,23 +34,6 @@ _TEMPLATE_BY_HEAD = {
     **{name: f"{name.lower()} {{}}" for name in ("Minor", "Major")},
     "MeasureOf": "{}",
 }
-
-
-def read_forms(path: Path) -> dict[int, LogicForm]:
-    """Return the logic forms in a JSON file (also .gz) by the numbers of the problems.
-
-    Raises `UserError` where the file cannot be read, or has something else.
-    """
-    try:
-        content = path.read_bytes()
-        records = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
-        return {int(number): read_form_from_record(form) for number, form in records.items()}
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a "
-            "JSON file (.gz) with points, lines, circles, facts and question for the number of "
-            "each problem"
-        ) from error
 
 
 def facts_in_words(form: LogicForm, problem: str) -> str | None:

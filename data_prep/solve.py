@@ -103,16 +103,25 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
 
     Raises `UserError` with the problem and what is wrong with it.
     """
-    content = _read_bytes(file)
-    if not _is_json(file):
-        try:
-            return {file.stem: read_form_from_text(content.decode("utf-8"))}
-        except UnicodeDecodeError as error:
-            raise UserError(f"input: {str(file)!r} is no text in UTF-8 ({error.reason})") from error
+    if _is_json(file):
+        return read_forms(file)
     try:
-        records = read_json(content)
+        return {file.stem: read_form_from_text(_read_bytes(file).decode("utf-8"))}
+    except UnicodeDecodeError as error:
+        raise UserError(f"input: {str(file)!r} is no text in UTF-8 ({error.reason})") from error
+
+
+def read_forms(file: Path) -> dict[str, LogicForm]:
+    """Return the logic forms in a file of JSON (.json or .json.gz), as `read_forms_or_text` does.
+
+    Raises `UserError` with the problem and what is wrong with it.
+    """
+    try:
+        records = read_json(_read_bytes(file))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"input: {str(file)!r} is not JSON ({error})") from error
+        raise UserError(
+            f"input: {str(file)!r} has no logic forms: it is not JSON ({error})"
+        ) from error
     if not isinstance(records, dict) or not records:
         raise UserError(
             f"input: {str(file)!r} has no logic forms; give an object with one for each problem"

@@ -309,7 +309,7 @@ ClassNames = Mapping[str, Sequence[str]]  # for each column that has classes: {"
 
 
 def pick_columns(
-    record: Mapping[str, Any], columns: Columns, names_by_column: ClassNames | None = None
+    record: Mapping[str, Any], columns: Columns, names_by_column: ClassNames
 ) -> dict[str, Any]:
     """Return the values of a record by the names in `columns`, also those inside of objects.
 
@@ -325,7 +325,7 @@ def pick_columns(
         for column, path in _possible_columns(name, record):
             value = value_at_path(record[column], path)
             if value is not NO_VALUE:
-                if names_by_column and name in names_by_column:
+                if name in names_by_column:
                     value = _class_name(value, names_by_column[name])
                 picked[name] = value
                 break

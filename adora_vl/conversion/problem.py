@@ -164,7 +164,7 @@ class PixelLimits:
     token_side: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
 
 
-def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
+def to_row(raw: RawProblem, limits: PixelLimits) -> Row:
     """Return a problem as a row of a data set, with its pictures decoded and its answer checked.
 
     The pictures become Pillow images, resized so that their pixels are inside `limits`.
@@ -172,7 +172,6 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     Raises `RowError` for a problem without text or pictures, for a picture that cannot be used, for
     a reference answer that no answer can equal, and for control tokens in the text.
     """
-    limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.row_error(
             "no_text", f"the problem text {raw.problem!r} is empty", f"write it in {ROW_LOCATION}"

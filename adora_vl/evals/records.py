@@ -104,7 +104,7 @@ class GradedAnswer:
 
 
 class AccuracyMetric(TypedDict):
-    """An accuracy, or another figure of a benchmark, as a score file has it, such as 6 right answers of 10.
+    """An accuracy or another figure of a benchmark in a score file, such as 6 right of 10 answers.
 
     One that is no count, such as a mean, has neither `correct` nor `total`.
     """

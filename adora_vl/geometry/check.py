@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from adora_vl.geometry.checked import CheckedClaim
-from adora_vl.geometry.claims import Claim, read_claims_on
+from adora_vl.geometry.claims import Claim, read_claims
 from adora_vl.geometry.fact_kinds import gives_expression, gives_value, joins_names
 from adora_vl.geometry.figure import Figure, figure_from_json, state_of_figure
 from adora_vl.geometry.judgement import Judgement
@@ -151,7 +151,7 @@ class CheckedFigure:
 
     def claims(self, text: str) -> list[CheckedClaim]:
         """Return the claims of a response with their verdicts, in their order."""
-        return self.judge(read_claims_on(text, self.reading))
+        return self.judge(read_claims(text, self.reading))
 
     def judge(self, claims: Sequence[Claim]) -> list[CheckedClaim]:
         """Return claims with their verdicts, in their order; a claim is new only once."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adora_vl.geometry.claimed_relations import RelationReader
-from adora_vl.geometry.forms import LogicForm
 from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
@@ -28,7 +27,7 @@ from adora_vl.geometry.quantities import (
     plus,
     times,
 )
-from adora_vl.geometry.reading import Reading, read_facts
+from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.sides import EquationSide, SideReader, equation
 from adora_vl.geometry.signature import signature
@@ -137,13 +136,8 @@ class Claim:
     why: str = ""
 
 
-def read_claims(text: str, form: LogicForm) -> list[Claim]:
-    """Return the claims of a text on the figure of a form, in their order."""
-    return read_claims_on(text, read_facts(form))
-
-
-def read_claims_on(text: str, reading: Reading) -> list[Claim]:
-    """Return the claims of a text, where the form has been read before."""
+def read_claims(text: str, reading: Reading) -> list[Claim]:
+    """Return the claims of a text on the figure of a form that was read, in their order."""
     return _ClaimReader(text, reading).claims()
 
 

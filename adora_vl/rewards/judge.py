@@ -249,16 +249,25 @@ class JudgeReward:
 def parse_score(text: str) -> str:
     """Return the score in a judge's reply as text, from its last `<score>` tags.
 
-    `<score>0.2</score>, no, <score>0.7</score>` gives `0.7`. What the judge thinks before its reply
-    is not read. Raises `EndpointError` where the reply has
-    no score from 0 to 1.
+    `<score>0.2</score>, no, <score>0.7</score>` gives `0.7`. Raises `EndpointError` where the reply
+    has no score from 0 to 1.
     """
-    text = text_after_thinking(text)
-    if "<score>" not in text or "</score>" not in text:
-        raise EndpointError("the reply has no <score>...</score>")
-    score_text = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
+    score_text = text_in_tags(text, "score")
     _parse_score(score_text)  # raises for anything but a score
     return score_text
+
+
+def text_in_tags(reply: str, tag: str) -> str:
+    """Return what a judge put between `<tag>` and `</tag>`, the last time that it opened the tag.
+
+    What the judge thinks before its reply is not read. Raises `EndpointError` where the reply has
+    no such tags.
+    """
+    reply = text_after_thinking(reply)
+    if f"<{tag}>" not in reply or f"</{tag}>" not in reply:
+        raise EndpointError(f"the reply has no <{tag}>...</{tag}>")
+    text_after_tag = reply.rsplit(f"<{tag}>", 1)[1]
+    return text_after_tag.split(f"</{tag}>", 1)[0].strip()
 
 
 def _parse_score(score_text: str) -> float:

@@ -22,15 +22,8 @@ from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
-from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import (
-    integer_between,
-    none_or,
-    number_between,
-    path_option,
-    pluralize,
-    text_option,
-)
+from adora_vl.rewards.judge import KEY_VARIABLE, text_in_tags
+from adora_vl.utils.cli import pluralize, integer_between, none_or, number_between, path, text
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
@@ -193,7 +186,6 @@ def extract_exactly(question: Question) -> Extraction | None:
         return None
 
 
-KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER_WORD = "NONE"
 _MAX_ANSWER_CHARS = 200  # a longer text is an essay, not an answer
 # The system prompt of the judge; `{form}` becomes a sentence of `_REQUEST_BY_KIND`.
@@ -331,17 +323,13 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
     ]
 
 
-def read_answer_tags(text: object) -> str:
+def read_answer_tags(reply: str) -> str:
     """Return what the judge put between `<answer>` and `</answer>`; `NONE` gives an empty text.
 
     Raises `EndpointError` for a reply without these tags, or with a text between them that is too
     long to be an answer.
     """
-    reply = text_after_thinking(text) if isinstance(text, str) else ""
-    if "<answer>" not in reply or "</answer>" not in reply:
-        raise EndpointError("the reply has no <answer>...</answer>")
-    text_after_tag = reply.rsplit("<answer>", 1)[1]
-    answer = text_after_tag.split("</answer>", 1)[0].strip()
+    answer = text_in_tags(reply, "answer")
     if len(answer) > _MAX_ANSWER_CHARS:
         raise EndpointError(f"the report has {len(answer)} characters")
     return "" if answer in ("", _NO_ANSWER_WORD) else answer

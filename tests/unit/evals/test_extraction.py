@@ -11,12 +11,12 @@ import pytest
 
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.judge import (
-    KEY_VARIABLE,
     Question,
     build_extraction_messages,
     extract_by_rules,
 )
 from adora_vl.evals.scoring.number import extract_list, extract_number
+from adora_vl.rewards.judge import KEY_VARIABLE
 from eval.command import main
 from eval.mathvista import BENCHMARK, build_question
 from tests.support import benchmark_data

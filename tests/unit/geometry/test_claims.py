@@ -574,7 +574,7 @@ def test_random_texts_raise_nothing() -> None:
 def test_claims_are_checked_apart_from_being_read() -> None:
     """The two halves may be used alone: a text's claims, and verdicts on a figure."""
     checked_figure = checked_figure_from(ISOSCELES_FACTS)
-    claims = read_claims("AD = 5. AD = 6.", checked_figure.figure.form)
+    claims = read_claims("AD = 5. AD = 6.", checked_figure.reading)
     assert [claim.kind for claim in claims] == ["length", "length"]
     results = CheckedFigure(checked_figure.figure).judge(claims)
     assert [claim.verdict for claim in results] == ["new", "false"]
