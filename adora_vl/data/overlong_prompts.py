@@ -10,7 +10,6 @@ from itertools import islice
 from datasets import Dataset
 
 from adora_vl.data.context_limit import ContextLimit
-from adora_vl.data.prompt_length_cache import CachedLengths, PromptLengthCache
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
     ResizeLimits,
@@ -23,8 +22,6 @@ from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 
 OVERLONG_PROMPTS_KEY = "adora_overlong_prompts"
-# With fewer rows counting takes about ten seconds, and nothing is left in the cache folder.
-MIN_CACHED_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -210,39 +207,14 @@ class OverlongPrompts:
         self._is_dry_run = is_dry_run
         self._max_rows = max_rows
 
-    def rows_to_train_on(
-        self, rows: Dataset, texts: Sequence[str], file_hashes: Sequence[str] = ()
-    ) -> Sequence[int]:
-        """Return the indices of the rows of a data set to train on.
+    def rows_to_train_on(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
+        """Return the indices of the rows of a data set to train on; `texts` are their problems.
 
-        Args:
-            rows: the data set.
-            texts: the problems of its rows.
-            file_hashes: hashes of the files that the rows are from. With them the lengths of many
-                rows are cached for the next start.
-
-        Raises:
-            UserError: prompts are too long, and may not be left out.
+        Raises `UserError` for prompts that are too long, and may not be left out.
         """
-        total = len(rows)
-        if not self._is_needed:
-            return range(total)
-        measures_all = self._measured_count(total) == total
-        if not file_hashes or total < MIN_CACHED_ROWS or not measures_all:
-            return self.prompts_to_train_on(_rows_to_measure(rows, texts), total)
-        identities = [*file_hashes, self._counter.identity(), repr(self.pixels)]
-        cache = PromptLengthCache(identities, texts=texts)
-        cached_lengths = cache.read()
-        if cached_lengths is None:
-            lengths = self._measure(_rows_to_measure(rows, texts), total)
-            cache.write(CachedLengths(lengths.prompt_tokens, lengths.image_tokens))
-        else:
-            lengths = PromptLengths(
-                ids=rows.data.table["id"].to_pylist(),
-                prompt_tokens=list(cached_lengths.prompt_tokens),
-                image_tokens=list(cached_lengths.image_tokens),
-            )
-        return self._keep_usable(lengths, total)
+        table = rows.data.table
+        prompts = zip(table["id"].to_pylist(), texts, stored_image_sizes(table), strict=True)
+        return self.prompts_to_train_on(prompts, len(rows))
 
     def prompts_to_train_on(self, rows: Rows, total: int) -> Sequence[int]:
         """Return the indices of the rows to train on, out of `total` rows.
@@ -318,9 +290,3 @@ class OverlongPrompts:
             for line in check.warnings():
                 print(line, flush=True)
         return usable
-
-
-def _rows_to_measure(rows: Dataset, texts: Sequence[str]) -> Rows:
-    """Return for each row of a data set its id, its text, and the sizes of its images."""
-    table = rows.data.table
-    return zip(table["id"].to_pylist(), texts, stored_image_sizes(table), strict=True)

@@ -152,7 +152,7 @@ def measure_prompts(
     while batch := list(islice(row_iterator, _BATCH_ROWS)):
         texts = [text for _, text, _ in batch]
         image_counts = [len(sizes) for _, _, sizes in batch]
-        token_counts = counter.count(texts, image_counts)
+        token_counts = counter(texts, image_counts)
         for index, (row_id, _, sizes) in enumerate(batch):
             row_image_tokens = 0
             for size in sizes:

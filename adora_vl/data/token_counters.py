@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.utils.errors import UserError, describe_error
@@ -23,16 +19,9 @@ _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two me
 TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
-@dataclass(frozen=True)
-class TokenCounter:
-    """Counts the tokens of a batch of prompts."""
-
-    # Takes texts (problems, or prompts that come from Python) and the number of images of each, and
-    # returns the tokens of each prompt. An image counts as one token.
-    count: Callable[[Sequence[Any], Sequence[int]], list[int]]
-    # Returns a text that differs wherever the counts could differ; an empty one where counts are
-    # not remembered. It reads the whole tokenizer, so it is called for large data sets alone.
-    identity: Callable[[], str] = str
+# Takes texts (problems, or prompts that come from Python) and the number of images of each, and
+# returns the tokens of each prompt. An image counts as one token.
+TokenCounter = Callable[[Sequence[Any], Sequence[int]], list[int]]
 
 
 def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> str:
@@ -86,27 +75,7 @@ def tokenizer_counter(
             texts.append(_chat_text(processor, messages, options))
         return _token_counts(processor, texts, add_special_tokens=False)
 
-    return TokenCounter(count, partial(_identity_of_counter, processor, system_prompt, options))
-
-
-def _identity_of_counter(
-    processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions
-) -> str:
-    """Return a hash of all that decides how many tokens a prompt has; empty if it is not known."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer written in Python, whose rules cannot be read as a text
-        return ""
-    digest = xxhash.xxh3_128(backend.to_str().encode())
-    parts = (
-        type(processor).__qualname__,
-        processor.chat_template,
-        tokenizer.chat_template,
-        system_prompt,
-        options,
-    )
-    digest.update(repr(parts).encode())
-    return digest.hexdigest()
+    return count
 
 
 def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TokenCounter:
@@ -140,7 +109,7 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
             token_count(prompt, n_images) for prompt, n_images in zip(prompts, images, strict=True)
         ]
 
-    return TokenCounter(count)
+    return count
 
 
 def character_counter(system_prompt: str | None) -> TokenCounter:
@@ -159,4 +128,4 @@ def character_counter(system_prompt: str | None) -> TokenCounter:
             counts.append(text_tokens + _TEMPLATE_TOKENS + n_images)
         return counts
 
-    return TokenCounter(count)
+    return count

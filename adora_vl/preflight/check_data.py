@@ -16,9 +16,8 @@ from adora_vl.builtin.builtin_data import (
     data_folders,
 )
 from adora_vl.config.batch_plan import check_row_count
-from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
+from adora_vl.data.dataset import read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
-from adora_vl.data.overlong_prompts import MIN_CACHED_ROWS
 from adora_vl.data.prompt_lengths import assume_lengths
 from adora_vl.data.prompts import control_tokens
 from adora_vl.data.rows import has_images
@@ -212,13 +211,7 @@ def _load_command_data(
             context.messages.unchecked.append(
                 f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
             )
-        # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
-        if len(dataset) < MIN_CACHED_ROWS:
-            return prompts.length_filter.rows_to_train_on(dataset, texts)
-        sources = [data_hash(Path(folder), script_args.dataset_train_split) for folder in folders]
-        # Collective: the first rank of each machine counts, and the others read its counts.
-        with request.config.main_process_first(desc="counting the tokens of the prompts"):
-            return prompts.length_filter.rows_to_train_on(dataset, texts, sources)
+        return prompts.length_filter.rows_to_train_on(dataset, texts)
 
     # The system prompt describes the tools too.
     script_with_tools = copy(script_args)

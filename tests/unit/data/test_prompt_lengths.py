@@ -17,7 +17,7 @@ from trl.data_utils import prepare_multimodal_messages
 from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.data import overlong_prompts
+from adora_vl.config.schema import parse
 from adora_vl.data.context_limit import ContextLimit, context_limit, server_context_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
@@ -30,7 +30,7 @@ from adora_vl.data.prompt_lengths import (
     stored_image_sizes,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
-from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
+from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, EvaluationTask, drop_overlong_problems
 from adora_vl.models.load import PRETRAINED_FOLDER, load_config, load_processor
@@ -117,7 +117,7 @@ def processor() -> Any:
 def prompt_tokens_with_image(processor: Any, problem: str, images: int = 25) -> int:
     """Return the tokens of a prompt with one picture of `images` tokens."""
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
-    (tokens,) = counter.count([problem], [1])
+    (tokens,) = counter([problem], [1])
     text_tokens = tokens - 1  # the counter takes an image for one token
     return text_tokens + images
 
@@ -317,7 +317,7 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
         inputs = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
         counter = tokenizer_counter(tokenizer, "Be brief.", options)
 
-        tokens = counter.count([SHORT], [0])
+        tokens = counter([SHORT], [0])
 
         assert tokens == [len(inputs["input_ids"])]
 
@@ -338,10 +338,9 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     image_features = Features({"images": schema()["images"]})
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
     assert list(stored_image_sizes(rows_of_text.data.table)) == [[], []]
-    # 7 tokens of text and one for each image, which an unreadable one has not
-    counter = TokenCounter(lambda texts, images: [7 + count for count in images])
-    lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
-    assert lengths.prompt_tokens == [7]
+    # The text has a token, and an unreadable image none.
+    lengths = measure_prompts([("a", "x", [None])], count_characters, ResizeLimits(1, 100, 1), 1)
+    assert lengths.prompt_tokens == [1]
     assert lengths.image_tokens == [0]
 
 
@@ -349,62 +348,6 @@ def count_characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
     """The tokens of each text: a character and an image are one token each."""
     pairs = zip(texts, images, strict=True)
     return [len(text) + n_images for text, n_images in pairs]
-
-
-def recording_counter(identity: str, calls: list[int]) -> TokenCounter:
-    """Return a counter of characters, which adds the number of texts of each call to `calls`."""
-
-    def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
-        calls.append(len(texts))
-        return count_characters(texts, images)
-
-    return TokenCounter(count, lambda: identity)
-
-
-def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
-    data_with_long_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompt lengths are kept on disk, and counted again only if one could differ.
-
-    `calls` has an entry for each time that rows are counted: how many there were.
-    """
-    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
-    monkeypatch.setattr(overlong_prompts, "MIN_CACHED_ROWS", 10)
-    rows = Dataset.from_parquet(
-        str(next(data_with_long_prompts.glob("data/train*"))), cache_dir=str(tmp_path / "hf")
-    )
-    limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
-    calls: list[int] = []
-
-    def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
-        """Return the numbers of the rows that are short enough, with this tokenizer and data."""
-        limits = ResizeLimits(1, high, 1)
-        overlong = OverlongPrompts(
-            limit, recording_counter(identity, calls), limits, "drop", prints_warnings=False
-        )
-        numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
-        assert overlong.lengths is not None
-        assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
-        return numbers
-
-    texts = list(rows["problem"])
-    expected = numbers_of("tokenizer", "files", texts)
-    assert 0 < len(expected) < len(texts)
-    assert calls == [12]
-    assert numbers_of("tokenizer", "files", texts) == expected
-    assert calls == [12], "the second start counts nothing"
-    # What decides a length is another one: the tokenizer, the files, a text, the limit on pixels.
-    numbers_of("another tokenizer", "files", texts)
-    numbers_of("tokenizer", "other files", texts)
-    numbers_of("tokenizer", "files", [*texts[:-1], "short"])
-    numbers_of("tokenizer", "files", texts, high=90)
-    numbers_of("", "files", texts)
-    numbers_of("", "files", texts)
-    assert calls == [12] * 7, "a counter that has no identity is asked each time"
-    for file in (tmp_path / "prompt_lengths").iterdir():
-        file.write_bytes(file.read_bytes()[:50])
-    assert numbers_of("tokenizer", "files", texts) == expected
-    assert len(calls) == 8, "a torn file is no answer"
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -618,7 +561,7 @@ def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]
     )
     overlong = OverlongPrompts(
         token_limit,
-        counter=TokenCounter(count_characters),
+        counter=count_characters,
         pixels=ResizeLimits(1, 100, 1),
         error_or_drop=policy,
         prints_warnings=True,
