@@ -49,14 +49,7 @@ class DrawnDataset:
 
 
 def describe_synthetic(
-    *,
-    rows: int,
-    test_rows: int = DEFAULT_TEST_ROWS,
-    seed: int = 0,
-    size: int = DEFAULT_SIZE,
-    families: tuple[str, ...] = (),
-    figures: bool = False,
-    **options: Any,
+    *, rows: int, test_rows: int = DEFAULT_TEST_ROWS, **options: Any
 ) -> DrawnDataset:
     """Return a data set of drawn geometry problems with the splits train and test.
 
@@ -65,39 +58,24 @@ def describe_synthetic(
     Args:
         rows: how many rows the split train has.
         test_rows: how many rows the split test has.
-        seed: of the random numbers.
-        size: side of a picture in pixels.
-        families: the families of problems; by default the plain ones.
-        figures: give each row its facts as sentences and its solved figure, on which a reward can
-            check steps.
         options: further arguments of `generate`, which also says what is raised.
     """
-    arguments = {"seed": seed, "size": size, "families": families, **options}
+    arguments = {"seed": 0, "size": DEFAULT_SIZE, "families": (), **options}
 
     def draw(count: int, split: str) -> Iterator[Row]:
         """Draw so many rows of a split, with the reference answers as the grader spells them."""
-        for row in generate(
-            count,
-            split=split,
-            seed=seed,
-            size=size,
-            families=families,
-            figures=figures,
-            **options,
-        ):
+        for row in generate(count, split=split, **arguments):
             row["answer"] = canonical_gold(row["answer"])
             yield row
 
-    # Data sets without figures are older than this option, and their description has to stay.
-    recorded_arguments = {**arguments, "figures": True} if figures else arguments
     return _describe_drawn(
         "synthetic",
         revision=SYNTHETIC_REVISION,
         draw=draw,
         rows=rows,
         test_rows=test_rows,
-        arguments=recorded_arguments,
-        further_columns=FIGURE_COLUMNS if figures else (),
+        arguments=arguments,
+        further_columns=FIGURE_COLUMNS if arguments.get("figures") else (),
     )
 
 
