@@ -30,7 +30,8 @@ from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
 from adora_vl.report.conversation import TurnReader
 from adora_vl.report.run_summary import advantages_differ, summarise_run
 from adora_vl.report.weight_reason import weight_reason
-from adora_vl.rewards.grade import compare_parts
+from adora_vl.rewards.forms import parse_reference
+from adora_vl.rewards.grade import grade
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import escapes_folder, refuse_escaping_links
@@ -346,17 +347,15 @@ def _compare_answer_parts(row: Json) -> list[tuple[str, str, str]] | None:
     way is tried until one gives the recorded verdict and reason. None if no way does, since today's
     grader decides otherwise. None also for an answer of one number.
     """
-    response = row["completion"]
+    response = row["completion"] or ""
     reference = row["answer"]
     if row["verdict"] is None or not isinstance(reference, str) or row.get("choices"):
         return None
+    if not parse_reference(reference).is_structured:
+        return None
     for answer_tags in (False, True):
         for rounding in (False, True):
-            result = compare_parts(
-                response or "", reference, rounding=rounding, answer_tags=answer_tags
-            )
-            if result is None:
-                continue
+            result = grade(response, reference, rounding=rounding, answer_tags=answer_tags)
             if result.verdict == row["verdict"] and result.reason == row["reason"]:
                 parts_of_answer = [
                     (pair.answer, pair.reference, pair.reason) for pair in result.pairs

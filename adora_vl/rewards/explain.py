@@ -21,7 +21,6 @@ from adora_vl.rewards.explain_steps import read_figure_file, step_lines
 from adora_vl.rewards.forms import parse_reference
 from adora_vl.rewards.grade import (
     REMEDY_BY_REASON,
-    compare_parts,
     grade,
     parse_answer_for,
     verify_gold,
@@ -134,7 +133,12 @@ def explain_grade(
     if result.extracted is not None:
         extracted = _printable(result.extracted)
     lines.append(f"extracted  {extracted}")
-    lines += _comparison_lines(final_response, gold, rounding=rounding, answer_tags=answer_tags)
+    lines += _comparison_lines(final_response, gold, answer_tags=answer_tags)
+    for number, pair in enumerate(result.pairs, 1):
+        lines.append(
+            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
+            f"{pair.reason}"
+        )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_describe_answer(parse_reference(value))}")
     lines.append(
@@ -146,11 +150,8 @@ def explain_grade(
     return lines
 
 
-def _comparison_lines(response: str, gold: str, *, rounding: bool, answer_tags: bool) -> list[str]:
-    """Return the lines with the parsed answer, the parsed reference answer, and each pair of parts.
-
-    Answers of several values are compared part by part. The line of a part is such as
-    `part 1     4 against -: different_part`.
+def _comparison_lines(response: str, gold: str, *, answer_tags: bool) -> list[str]:
+    """Return the lines with the parsed answer and the parsed reference answer.
 
     `response`: the response without its thinking.
     """
@@ -165,13 +166,6 @@ def _comparison_lines(response: str, gold: str, *, rounding: bool, answer_tags: 
             answer = parse_reference(answer.raw)
         lines.append(f"answer     {_describe_answer(answer)}")
     lines.append(f"gold       {_describe_answer(parse_reference(gold))}")
-    # None where the reference answer is a single value, which has no parts.
-    result = compare_parts(response, gold, rounding=rounding, answer_tags=answer_tags)
-    for number, pair in enumerate(result.pairs if result else (), 1):
-        lines.append(
-            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
-            f"{pair.reason}"
-        )
     return lines
 
 

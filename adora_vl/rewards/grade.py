@@ -11,13 +11,14 @@ import re
 import time
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, parse_value
 from adora_vl.rewards.compare import compare
 from adora_vl.rewards.compare_values import (
+    ComparedPart,
     ComparisonResult,
     Verdict,
     correct_result,
@@ -71,12 +72,15 @@ class Grade:
     `extracted` is the content of the last complete box, or with `answer_tags` of an `<answer>`
     block, cut to 200 characters. It is None if there is neither, or if it is empty. `reason` is a
     short stable name of the rule that decided, such as `same_number`, `enumeration` or `no_box`.
-    `ms` are the milliseconds that grading took, which do not count when two grades are compared.
+    `pairs` has the parts of an answer beside those of a reference answer of several values, up to
+    the first wrong one. `ms` are the milliseconds that grading took. Neither counts when two grades
+    are compared.
     """
 
     verdict: Verdict
     extracted: str | None
     reason: str
+    pairs: tuple[ComparedPart, ...] = field(default=(), compare=False)
     ms: float = field(default=0.0, compare=False)
 
 
@@ -121,6 +125,8 @@ def grade(
         result = _decide_verdict(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
+        if not reference.is_structured:
+            result = replace(result, pairs=())
         if result.reason == "empty_box" or is_blank(content):
             content = None  # an empty box counts as none, also for rewards for the form
         elif len(content) > _MAX_EXTRACTED_CHARS:
@@ -129,6 +135,7 @@ def grade(
         verdict=result.verdict,
         extracted=content,
         reason=result.reason,
+        pairs=result.pairs,
         ms=1000 * (time.perf_counter() - start_time),
     )
 
@@ -343,28 +350,6 @@ def parse_answer_for(reference: Answer, response: str, content: str, answer_tags
     if len(boxes) < 2 or parse_structured(answer).type == "unordered":
         return answer
     return parse_value(", ".join(boxes))
-
-
-def compare_parts(
-    response: str,
-    gold: str,
-    *,
-    rounding: bool = False,
-    answer_tags: bool = False,
-) -> ComparisonResult | None:
-    """Compare the answer of a response with a reference answer of several values, part by part.
-
-    It serves to explain a grade. Returns None if the response has no answer, or if the reference
-    answer is a single value. The arguments are those of `grade`.
-    """
-    content = last_answer(response) if answer_tags else last_boxed(response)
-    reference = parse_reference(gold)
-    if content is None or not reference.is_structured:
-        return None
-    answer = parse_answer_for(
-        reference, response=response, content=content, answer_tags=answer_tags
-    )
-    return compare(answer, reference, rounding)
 
 
 class _NamedChoice(NamedTuple):
