@@ -26,8 +26,8 @@ from PIL import ExifTags, Image, ImageDraw
 
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.pipeline import read_and_clean
-from adora_vl.conversion.problem import PixelLimits
 from adora_vl.conversion.tables import open_local, row_readers
+from adora_vl.data.images import PixelLimits
 from data_prep.cli import main as data_prep
 
 PICTURE_SIZE = (1152, 896)

@@ -25,7 +25,13 @@ from adora_vl.data.dataset import (
     split_files,
     stored_rows,
 )
-from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, image_size, image_tokens
+from adora_vl.data.images import (
+    DEFAULT_FAMILY,
+    VISION_BY_FAMILY,
+    PixelLimits,
+    image_size,
+    image_tokens,
+)
 from adora_vl.data.prompts import (
     DEFAULT_PROMPT,
     conversation_with_images,
@@ -207,16 +213,8 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
     tokens are counted.
     """
     vision = VISION_BY_FAMILY[family]
-    total = 0
-    for size in sizes:
-        total += image_tokens(
-            size,
-            token_side=vision.unit,
-            min_pixels=vision.min_pixels,
-            max_pixels=vision.max_pixels,
-            row_id=row["id"],
-        )
-    return total
+    limits = PixelLimits(vision.min_pixels, vision.max_pixels, vision.unit)
+    return sum(image_tokens(size, limits, row["id"]) for size in sizes)
 
 
 class RowMeta(NamedTuple):

@@ -8,6 +8,7 @@ the result does not depend on the number of processes.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,11 @@ from tqdm import tqdm
 
 from adora_vl.conversion.duplicates import AnsweredRow, SeenRows, write_without_contradictions
 from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
-from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
+from adora_vl.conversion.problem import RawProblem, RowError, RowReaders, to_row
 from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, WARNING_TEXTS, Quarantine
 from adora_vl.conversion.workers import ordered_map
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
-from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
+from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, PixelLimits
 from adora_vl.data.output import complete_or_absent, refuse_unknown_files, remove_quarantine_report
 from adora_vl.data.stored_images import stored_bytes
 from adora_vl.rewards.forms import parse_reference
@@ -319,7 +320,9 @@ class CleaningOptions:
                 f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
             )
         return PixelLimits(
-            min_pixels=self.min_pixels, max_pixels=self.max_pixels, token_side=token_side
+            min_pixels=self.min_pixels or 0,
+            max_pixels=self.max_pixels or sys.maxsize,
+            token_side=token_side,
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
-from adora_vl.data.images import SMALLEST_TOKEN_SIDE, UnreadableImageError, clean_image
+from adora_vl.data.images import PixelLimits, UnreadableImageError, clean_image
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import fault_in_row
 from adora_vl.rewards import canonical_gold, verify_gold
@@ -155,15 +155,6 @@ class RawProblem:
 RowReaders = Iterator[Callable[[], RawProblem]]
 
 
-@dataclass(frozen=True)
-class PixelLimits:
-    """The limits in which the pixels of an image have to be; None means no limit."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    token_side: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
-
-
 def to_row(raw: RawProblem, limits: PixelLimits) -> Row:
     """Return a problem as a row of a data set, with its pictures decoded and its answer checked.
 
@@ -219,12 +210,7 @@ def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Image.Image]:
     images = []
     for number, encoded in enumerate(raw.images):
         try:
-            image = clean_image(
-                encoded,
-                min_pixels=limits.min_pixels,
-                max_pixels=limits.max_pixels,
-                token_side=limits.token_side,
-            )
+            image = clean_image(encoded, limits)
         except UnreadableImageError as error:
             wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
             raise raw.row_error(error.reason, wrong, f"replace it in {ROW_LOCATION}") from error

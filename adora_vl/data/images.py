@@ -5,6 +5,7 @@ import io
 import re
 import sys
 import warnings
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,65 +62,59 @@ def open_picture(source: Any) -> Image.Image:
     return Image.open(source, formats=formats)
 
 
+@dataclass(frozen=True)
+class PixelLimits:
+    """The numbers of pixels between which pictures are resized; the defaults are no limits."""
+
+    min_pixels: int = 0  # the least product of the sides
+    max_pixels: int = sys.maxsize
+    token_side: int = SMALLEST_TOKEN_SIDE  # of an image token in pixels; sides are multiples of it
+
+
+_NO_LIMITS = PixelLimits()
+
+
 @lru_cache(maxsize=4096)
-def model_size(
-    width: int, height: int, token_side: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
+def model_size(width: int, height: int, limits: PixelLimits) -> tuple[int, int]:
     """Return the width and height that a processor with these limits resizes a picture to.
 
-    Args:
-        width: the picture's width in pixels.
-        height: its height.
-        token_side: the side of an image token in pixels; the new sides are multiples of it.
-        min_pixels: the least product of the sides.
-        max_pixels: the largest product of the sides.
-
-    Raises:
-        ValueError: the processor refuses the ratio of the sides.
+    Raises `ValueError` where the processor refuses the ratio of the sides.
     """
     # Importing it takes seconds, so it is done only where it is needed.
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    new_height, new_width = smart_resize(height, width, token_side, min_pixels, max_pixels)
+    new_height, new_width = smart_resize(
+        height, width, limits.token_side, limits.min_pixels, limits.max_pixels
+    )
     return int(new_width), int(new_height)
 
 
-def image_tokens(
-    size: tuple[int, int], token_side: int, min_pixels: int, max_pixels: int, row_id: object
-) -> int:
+def image_tokens(size: tuple[int, int], limits: PixelLimits, row_id: object) -> int:
     """Return how many tokens a picture takes in a prompt, by the processor's own rule.
 
     A picture of 448 x 280 pixels within the limits, with a token side of 28, takes 16 * 10 tokens.
 
     Args:
         size: the width and height of the picture.
-        token_side: the side of an image token in pixels.
-        min_pixels: the fewest pixels to which the processor resizes a picture.
-        max_pixels: the most.
+        limits: those to which the processor resizes.
         row_id: the id of the picture's row, for the error.
 
     Raises:
         UserError: the processor refuses the picture.
     """
     try:
-        width, height = model_size(*size, token_side, min_pixels, max_pixels)
+        width, height = model_size(*size, limits)
     except ValueError as error:
         raise UserError(
             f"dataset: row {row_id} has an image of {size[0]} x {size[1]} pixels, which the "
             f"model's processor refuses ({error}); remove the row"
         ) from error
-    columns = width // token_side
-    rows = height // token_side
+    columns = width // limits.token_side
+    rows = height // limits.token_side
     return columns * rows
 
 
-def size_to_store(
-    width: int,
-    height: int,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    token_side: int = VISION_BY_FAMILY[DEFAULT_FAMILY].unit,
-) -> tuple[int, int]:
+def size_to_store(width: int, height: int, limits: PixelLimits) -> tuple[int, int]:
     """Return the width and height, in pixels, at which to store a picture.
 
     A picture within the limits keeps its size. Any other gets the size to which the model's
@@ -127,27 +122,20 @@ def size_to_store(
     tokens of 28 x 28 pixels and at most 100,000 pixels, 300 x 200 stays. 1000 x 500 becomes
     420 x 196.
 
-    Args:
-        width: the picture's width.
-        height: its height.
-        min_pixels: the lower limit on the product of the sides; None for no limit.
-        max_pixels: the upper limit.
-        token_side: the side of an image token in pixels.
-
-    Raises:
-        ValueError: the processor's rule has no size of this shape within the limits.
+    Raises `ValueError` where the processor's rule has no size of this shape within the limits.
     """
-    upper_limit = max_pixels or sys.maxsize
+    token_side = limits.token_side
     # The processor rounds each side to whole tokens before it compares.
     rounded_pixels = round(width / token_side) * round(height / token_side) * token_side**2
-    if (min_pixels or 0) <= rounded_pixels <= upper_limit:
+    if limits.min_pixels <= rounded_pixels <= limits.max_pixels:
         return width, height
-    lower_limit = min_pixels or token_side**2  # the processor makes no side shorter than one token
-    new_width, new_height = model_size(
-        width, height=height, token_side=token_side, min_pixels=lower_limit, max_pixels=upper_limit
-    )
-    if not lower_limit <= new_width * new_height <= upper_limit:
-        raise ValueError(f"no size of its shape is within {lower_limit} to {upper_limit} pixels")
+    # The processor makes no side shorter than one token.
+    limits = replace(limits, min_pixels=limits.min_pixels or token_side**2)
+    new_width, new_height = model_size(width, height, limits)
+    if not limits.min_pixels <= new_width * new_height <= limits.max_pixels:
+        raise ValueError(
+            f"no size of its shape is within {limits.min_pixels} to {limits.max_pixels} pixels"
+        )
     return new_width, new_height
 
 
@@ -163,27 +151,16 @@ class UnreadableImageError(ValueError):
         self.reason = reason
 
 
-def clean_image(
-    encoded: bytes,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-    token_side: int = SMALLEST_TOKEN_SIDE,
-) -> Image.Image:
+def clean_image(encoded: bytes, limits: PixelLimits = _NO_LIMITS) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
 
-    Args:
-        encoded: the bytes of the picture's file.
-        min_pixels: the fewest pixels; a smaller picture is enlarged. None for no limit.
-        max_pixels: the most pixels; a larger picture is reduced. None for no limit.
-        token_side: the side of an image token in pixels.
-
-    Raises:
-        UnreadableImageError: as `decoded_image` does, and for a picture with nothing on it.
+    `encoded` are the bytes of the picture's file. Raises `UnreadableImageError` as `decoded_image`
+    does, and for a picture with nothing on it.
     """
     image = decoded_image(encoded)
     _refuse_degenerate(image)
     try:
-        size = size_to_store(*image.size, min_pixels, max_pixels, token_side)
+        size = size_to_store(*image.size, limits)
     except ValueError as error:
         raise UnreadableImageError(
             reason="image_shape", why=f"{image.width} x {image.height} pixels: {error}"

@@ -10,9 +10,9 @@ from itertools import islice
 from datasets import Dataset
 
 from adora_vl.data.context_limit import ContextLimit
+from adora_vl.data.images import PixelLimits
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
-    ResizeLimits,
     Rows,
     measure_prompts,
     stored_image_sizes,
@@ -178,7 +178,7 @@ class OverlongPrompts:
         self,
         limit: ContextLimit | None,
         counter: TokenCounter,
-        pixels: ResizeLimits,
+        pixels: PixelLimits,
         error_or_drop: str | None,
         *,
         prints_warnings: bool,

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa  # pyarrow ships no types
 from tqdm import tqdm
 
-from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, image_tokens, open_picture
+from adora_vl.data.images import (
+    DEFAULT_FAMILY,
+    VISION_BY_FAMILY,
+    PixelLimits,
+    image_tokens,
+    open_picture,
+)
 from adora_vl.data.token_counters import TokenCounter
 from adora_vl.models.families import family_of
 
@@ -31,15 +37,6 @@ ASSUMED_TEXT_TOKENS = 300
 Size = tuple[int, int]  # of an image: width and height in pixels
 # For each row its id, its text, and the sizes of its images; None for an image of unknown size.
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
-
-
-@dataclass(frozen=True)
-class ResizeLimits:
-    """The numbers of pixels between which a processor resizes an image."""
-
-    low: int  # width times height
-    high: int
-    unit: int  # pixels of an image token's side
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def resize_limits_of(
     model: PretrainedConfig,
     min_pixels: int | None,
     max_pixels: int | None,
-) -> ResizeLimits:
+) -> PixelLimits:
     """Return the pixel limits between which images will be resized.
 
     They are the run's, else the processor's own, else those published for the model's family.
@@ -103,10 +100,10 @@ def resize_limits_of(
     vision_config = getattr(model, "vision_config", None)
     if family is not None and vision_config is not None:
         unit = vision_config.patch_size * vision_config.spatial_merge_size
-    return ResizeLimits(low, high, unit)
+    return PixelLimits(min_pixels=low, max_pixels=high, token_side=unit)
 
 
-def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:
+def assume_lengths(limits: PixelLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:
     """Return assumed lengths for data that are not at hand, and words that say what is assumed.
 
     The lengths are those of a single row with the largest image. `limits` say how large it may be,
@@ -115,7 +112,7 @@ def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLe
     if not sees_images:
         lengths = PromptLengths(ids=["?"], prompt_tokens=[ASSUMED_TEXT_TOKENS], image_tokens=[0])
         return lengths, f"assumed: {ASSUMED_TEXT_TOKENS} tokens in every prompt"
-    tokens = limits.high // limits.unit**2
+    tokens = limits.max_pixels // limits.token_side**2
     lengths = PromptLengths(
         ids=["?"], prompt_tokens=[tokens + ASSUMED_TEXT_TOKENS], image_tokens=[tokens]
     )
@@ -126,7 +123,7 @@ def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLe
 def measure_prompts(
     rows: Rows,
     counter: TokenCounter,
-    limits: ResizeLimits,
+    limits: PixelLimits,
     total: int,
     *,
     show_progress: bool = True,
@@ -157,13 +154,7 @@ def measure_prompts(
             row_image_tokens = 0
             for size in sizes:
                 if size is not None:
-                    row_image_tokens += image_tokens(
-                        size,
-                        token_side=limits.unit,
-                        min_pixels=limits.low,
-                        max_pixels=limits.high,
-                        row_id=row_id,
-                    )
+                    row_image_tokens += image_tokens(size, limits, row_id)
             # The counter takes each image for one token.
             text_tokens = token_counts[index] - image_counts[index]
             lengths.ids.append(row_id)

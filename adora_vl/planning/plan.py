@@ -188,7 +188,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     for sizes_of_row in stored_image_sizes(run.data.train_dataset.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
     # Larger images are shrunk to this number of pixels.
-    max_pixels = run.prompts.length_filter.pixels.high
+    max_pixels = run.prompts.length_filter.pixels.max_pixels
     larger_sizes = [(width, height) for width, height in image_sizes if width * height > max_pixels]
     consequence = ""
     if not larger_sizes:

@@ -14,8 +14,9 @@ from adora_vl.data.context_limit import (
     server_context_length,
     why_uncountable,
 )
+from adora_vl.data.images import PixelLimits
 from adora_vl.data.overlong_prompts import OverlongPrompts
-from adora_vl.data.prompt_lengths import ResizeLimits, resize_limits_of
+from adora_vl.data.prompt_lengths import resize_limits_of
 from adora_vl.data.prompts import control_tokens, find_control_token, with_tools
 from adora_vl.data.token_counters import (
     CHARACTERS_A_TOKEN,
@@ -100,7 +101,7 @@ def _build_length_filter(
     context: RunContext,
     processor: ProcessorMixin | None,
     system_prompt: str | None,
-    pixel_limits: ResizeLimits,
+    pixel_limits: PixelLimits,
 ) -> OverlongPrompts:
     """Build the object that finds prompts without room for an answer. Collective with a server.
 

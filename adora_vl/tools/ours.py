@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from adora_vl.data.images import model_size
+from adora_vl.data.images import PixelLimits, model_size
 from adora_vl.rewards.answer import parse_value
 from adora_vl.rewards.grammar import ParseError
 from adora_vl.rewards.number_with_error import NumberWithError
@@ -35,17 +35,22 @@ class View:
     relative: bool = False  # whether coordinates are in thousandths, and not in pixels
 
     @property
+    def limits(self) -> PixelLimits:
+        """The limits between which pictures are resized for the model."""
+        return PixelLimits(min_pixels=self.low, max_pixels=self.high, token_side=self.unit)
+
+    @property
     def points(self) -> str:
         """The unit of coordinates, in words for the model."""
         return "in thousandths of its width and height" if self.relative else "in its pixels"
 
     def size(self, image: Image.Image) -> tuple[int, int]:
         """Return width and height in pixels, as the model sees them."""
-        return model_size(*image.size, self.unit, self.low, self.high)
+        return model_size(*image.size, self.limits)
 
     def largest_coordinates(self, size: tuple[int, int]) -> tuple[float, float]:
         """Return the largest coordinates in x and y, for a picture of this width and height."""
-        width, height = model_size(*size, self.unit, self.low, self.high)
+        width, height = model_size(*size, self.limits)
         return (1000, 1000) if self.relative else (width, height)
 
     def to_fractions(

@@ -243,11 +243,5 @@ def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
     # The smallest picture has the size of one image token. The model enlarges it to the fewest
     # pixels that it accepts.
     token_side = view.unit
-    width, height = model_size(
-        token_side,
-        height=token_side,
-        token_side=token_side,
-        min_pixels=view.low,
-        max_pixels=view.high,
-    )
+    width, height = model_size(token_side, token_side, view.limits)
     return (width // token_side) * (height // token_side)

@@ -17,11 +17,11 @@ from PIL import Image
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.images import (
     MAX_ASPECT_RATIO,
+    PixelLimits,
     UnreadableImageError,
     size_to_store,
     upright_rgb_copy,
 )
-from adora_vl.data.prompt_lengths import ResizeLimits
 from adora_vl.data.prompts import (
     CONTROL_TOKENS,
     NO_CALLS_LEFT,
@@ -156,7 +156,7 @@ def _find_tool(entry: str | Callable[..., Any]) -> _NamedTool:
     )
 
 
-def build_view(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
+def build_view(config: "PreTrainedConfig", pixels: PixelLimits) -> View | None:
     """Return the size and the coordinates in which a model sees pictures; None for a text model.
 
     Args:
@@ -168,7 +168,12 @@ def build_view(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
     family = family_of(config)
     vision = family.vision if family is not None else None
     has_relative_points = vision is not None and vision.relative  # in thousandths
-    return View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=has_relative_points)
+    return View(
+        low=pixels.min_pixels,
+        high=pixels.max_pixels,
+        unit=pixels.token_side,
+        relative=has_relative_points,
+    )
 
 
 @dataclass(frozen=True)
@@ -491,13 +496,9 @@ class Toolbox:
                 f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
             )
         try:
-            size = size_to_store(
-                width,
-                height=height,
-                min_pixels=None,
-                max_pixels=self.options.max_pixels or self.view.high,
-                token_side=unit,
-            )
+            max_pixels = self.options.max_pixels or self.view.high
+            limits = PixelLimits(max_pixels=max_pixels, token_side=unit)
+            size = size_to_store(width, height, limits)
         except ValueError as error:
             raise CallError(f"the picture has {width} x {height} pixels: {error}") from None
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

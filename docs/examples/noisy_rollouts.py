@@ -23,7 +23,7 @@ from transformers import BaseImageProcessor
 
 from adora_vl.advantage import option
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.data.images import model_size
+from adora_vl.data.images import PixelLimits, model_size
 from adora_vl.packing.image_store import PASSING, can_cache
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.advantages import Advantages
@@ -81,8 +81,9 @@ def as_seen(image: Image.Image, image_processor: BaseImageProcessor) -> Image.Im
     if not can_cache(image_processor):
         return image
     size = image_processor.size
-    factor = image_processor.patch_size * image_processor.merge_size
-    width, height = model_size(*image.size, factor, size["shortest_edge"], size["longest_edge"])
+    token_side = image_processor.patch_size * image_processor.merge_size
+    limits = PixelLimits(size["shortest_edge"], size["longest_edge"], token_side)
+    width, height = model_size(*image.size, limits)
     return image.resize((width, height), image_processor.resample)
 
 

@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.dataloader import DistinctRows, with_upright_rgb_images
 from adora_vl.data.images import (
+    PixelLimits,
     UnreadableImageError,
     clean_image,
     decoded_image,
@@ -419,10 +420,10 @@ def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose
             model_height, model_width = smart_resize(height, width, unit, low, high)
             if not low <= model_width * model_height <= high:
                 with pytest.raises(UnreadableImageError, match="no size of its shape is within"):
-                    clean_image(encoded, low, high, unit)
+                    clean_image(encoded, PixelLimits(low, high, unit))
                 continue
 
-            stored_width, stored_height = clean_image(encoded, low, high, unit).size
+            stored_width, stored_height = clean_image(encoded, PixelLimits(low, high, unit)).size
 
             rounded_width = round(width / unit) * unit
             rounded_height = round(height / unit) * unit
@@ -438,10 +439,10 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
     """`image_tokens` counts as Qwen2.5-VL's processor does, below, within and above its limits."""
     from transformers import Qwen2VLImageProcessor
 
-    unit = 28
-    low = 56 * 56
-    high = 16384 * 28 * 28
-    processor = Qwen2VLImageProcessor(size={"shortest_edge": low, "longest_edge": high})
+    limits = PixelLimits(min_pixels=56 * 56, max_pixels=16384 * 28 * 28, token_side=28)
+    processor = Qwen2VLImageProcessor(
+        size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+    )
     for size in (
         (20, 30),
         (56, 56),
@@ -451,10 +452,10 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
         inputs = processor(images=[Image.new("RGB", size)], return_tensors="pt")
         patches = int(inputs["image_grid_thw"][0].prod())
 
-        tokens = image_tokens(size, unit, low, high, "1")
+        tokens = image_tokens(size, limits, "1")
 
         assert tokens == patches // 4  # 2 x 2 patches are merged into one token
-    assert image_tokens((9000, 9000), unit, low, high, "1") <= 16384
+    assert image_tokens((9000, 9000), limits, "1") <= 16384
 
 
 class StoredCase(NamedTuple):

@@ -20,11 +20,11 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.data.context_limit import ContextLimit, context_limit, server_context_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
+from adora_vl.data.images import PixelLimits
 from adora_vl.data.loading import load_rows
 from adora_vl.data.overlong_prompts import LengthCheck, OverlongPrompts
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
-    ResizeLimits,
     measure_prompts,
     resize_limits_of,
     stored_image_sizes,
@@ -339,7 +339,7 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
     assert list(stored_image_sizes(rows_of_text.data.table)) == [[], []]
     # The text has a token, and an unreadable image none.
-    lengths = measure_prompts([("a", "x", [None])], count_characters, ResizeLimits(1, 100, 1), 1)
+    lengths = measure_prompts([("a", "x", [None])], count_characters, PixelLimits(1, 100, 1), 1)
     assert lengths.prompt_tokens == [1]
     assert lengths.image_tokens == [0]
 
@@ -562,7 +562,7 @@ def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]
     overlong = OverlongPrompts(
         token_limit,
         counter=count_characters,
-        pixels=ResizeLimits(1, 100, 1),
+        pixels=PixelLimits(1, 100, 1),
         error_or_drop=policy,
         prints_warnings=True,
     )

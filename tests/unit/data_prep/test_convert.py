@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.pictures import ImageSource, PictureError, picture_bytes
 from adora_vl.conversion.pipeline import CleanedRow, read_and_clean
-from adora_vl.conversion.problem import PixelLimits, RowError
+from adora_vl.conversion.problem import RowError
 from adora_vl.conversion.records import TableContext, read_record
 from adora_vl.conversion.tables import is_test_question
 from adora_vl.data.dataset import read_manifest, stored_rows
+from adora_vl.data.images import PixelLimits
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import fault_in_row
 from data_prep.cli import main
