@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.overlong_prompts import PromptLengthFilter
     from adora_vl.data.prompt_lengths import Size
     from adora_vl.evals.records import Benchmark, Problem
     from adora_vl.rollout.engine_and_policy import EngineAndPolicy
@@ -142,7 +142,7 @@ def load_evaluation_plan(
 
 
 def drop_overlong_problems(
-    plan: EvaluationPlan, overlong_prompts: OverlongPrompts
+    plan: EvaluationPlan, overlong_prompts: PromptLengthFilter
 ) -> EvaluationPlan:
     """Return the plan without problems whose prompts leave no tokens for an answer.
 

@@ -170,7 +170,7 @@ def _run_filter(arguments: argparse.Namespace) -> None:
     if arguments.predictions is None:
         answers = _sample_answers(arguments)
     else:
-        answers = _StoredAnswers(
+        answers = _AnswersFile(
             file=arguments.predictions,
             description={"predictions": str(arguments.predictions)},
         )
@@ -191,14 +191,14 @@ def _run_filter(arguments: argparse.Namespace) -> None:
         _print_attenuation_forecast(answers.file, rounding=arguments.rounding)
 
 
-class _StoredAnswers(NamedTuple):
+class _AnswersFile(NamedTuple):
     """The file of the answers that a filter goes by, and what the manifest says of them."""
 
     file: Path
     description: dict[str, Any]
 
 
-def _sample_answers(arguments: argparse.Namespace) -> _StoredAnswers:
+def _sample_answers(arguments: argparse.Namespace) -> _AnswersFile:
     """Sample several answers to each problem with the model that the command names."""
     from adora_vl.evals.inference.engines import build_settings
     from data_prep import filter as filtering
@@ -228,4 +228,4 @@ def _sample_answers(arguments: argparse.Namespace) -> _StoredAnswers:
         "temperature": settings.temperature,
         **unusual_prompts(prompts),  # those that differ from the defaults
     }
-    return _StoredAnswers(file, description)
+    return _AnswersFile(file, description)

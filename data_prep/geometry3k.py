@@ -23,7 +23,7 @@ from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
-from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.logic_form import LogicForm
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, rows_of_folders

@@ -15,7 +15,7 @@ from typing import Any
 
 from adora_vl.conversion.pipeline import SplitRows
 from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, can_encode_utf8
-from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.logic_form import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.problem_text import mend_latex

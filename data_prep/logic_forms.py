@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 
-from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term
+from adora_vl.geometry.logic_form import POINT_NAME, LogicForm, Term, parse_term
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 # Shapes with more corners have no words here.

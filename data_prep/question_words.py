@@ -8,7 +8,7 @@ its arguments: `A`, `B` and `C` of `Triangle(A, B, C)`. A name `$` stands for a 
 import re
 from collections.abc import Sequence
 
-from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.logic_form import LogicForm, Term
 from adora_vl.geometry.shapes import COLOUR_HEADS, CORNER_COUNT_BY_SHAPE, parse_terms
 
 _TEMPLATE_BY_MEASURE = {

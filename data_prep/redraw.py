@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFont
 
-from adora_vl.geometry.forms import LogicForm, Term, points_in_term
+from adora_vl.geometry.logic_form import LogicForm, Term, points_in_term
 from adora_vl.synthetic.drawing import OVERSAMPLING, Box, Canvas
 from data_prep.logic_forms import describe_term
 

@@ -18,10 +18,10 @@ from adora_vl.conversion.records import BadRecord, PositionedRecords
 from adora_vl.conversion.tables import open_local
 from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Verdict
-from adora_vl.geometry.forms import LogicForm, read_form_from_record
+from adora_vl.geometry.logic_form import LogicForm, read_form_from_record
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
-from adora_vl.utils.cli import Commands, integer_between, none_or, path_option, pluralize, read_json
+from adora_vl.utils.cli import Commands, pluralize, integer_between, none_or, path, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value

@@ -20,9 +20,9 @@ from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import round_as_in_school
 from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Verdict, figure_as_json
-from adora_vl.geometry.forms import LogicForm, points_in_term
+from adora_vl.geometry.logic_form import LogicForm, points_in_term
 from adora_vl.geometry.shapes import parse_terms
-from adora_vl.geometry.verdict import solve_form, solved_figure
+from adora_vl.geometry.solve_form import solve_form, solved_figure
 from adora_vl.utils.cli import pluralize
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words

@@ -132,7 +132,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     )
 
 
-def _version_of(row: Prediction) -> str:
+def _original_id(row: Prediction) -> str:
     """Return the id of the problem that a row asks a variant of.
 
     The `pid` of a row begins with the split of its variant: `sample_variant3/17` gives `17`.
@@ -216,7 +216,7 @@ BENCHMARK = Benchmark(
     check=check_row,
     fingerprint=("data_revision",),
     id_column="id",
-    version_of=_version_of,
+    original_id=_original_id,
     summary=_summary,
     item=build_extraction_item,
 )

@@ -486,7 +486,7 @@ BENCHMARK = Benchmark(
     check=check_row,
     fingerprint=("data_revision", "query"),
     id_column="sample_index",
-    version_of=lambda row: str(row["problem_index"]),
+    original_id=lambda row: str(row["problem_index"]),
     prepare=_prepare,
     summary=_summary,
 )

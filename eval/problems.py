@@ -208,7 +208,7 @@ BENCHMARK = Benchmark(
     score_options=GraderOptions,
     data_options=PreparedDataOptions,
     fingerprint=("prompt",),
-    version_of=get_original_id,
+    original_id=get_original_id,
     summary=_summary,
     published=_PUBLISHED,
 )

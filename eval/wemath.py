@@ -316,7 +316,7 @@ BENCHMARK = Benchmark(
     check=check_row,
     fingerprint=("data_revision",),
     id_column="question number",
-    version_of=lambda row: str(row["ID"]),
+    original_id=lambda row: str(row["ID"]),
     summary=_summary,
 )
 if __name__ == "__main__":

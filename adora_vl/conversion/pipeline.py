@@ -26,7 +26,7 @@ from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_ma
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, PixelLimits
 from adora_vl.data.output import complete_or_absent, refuse_unknown_files, remove_quarantine_report
 from adora_vl.data.stored_images import stored_bytes
-from adora_vl.rewards.forms import parse_reference
+from adora_vl.rewards.structured import parse_reference
 from adora_vl.utils.cli import short_repr
 from adora_vl.utils.errors import UserError
 

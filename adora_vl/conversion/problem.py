@@ -18,7 +18,7 @@ from adora_vl.data.images import PixelLimits, UnreadableImageError, clean_image
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import fault_in_row
 from adora_vl.rewards import canonical_gold, verify_gold
-from adora_vl.rewards.forms import parse_reference
+from adora_vl.rewards.structured import parse_reference
 from adora_vl.utils.errors import UserError
 
 # Stands in a remedy for the place of the row, `write it in {ROW_LOCATION}`, where the code does not

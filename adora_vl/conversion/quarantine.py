@@ -219,7 +219,7 @@ def warning_lines(manifest: Mapping[str, Any]) -> list[str]:
     example: {"percent": {"rows": 2, "example": "geo/train/17"}}.
     """
     lines = []
-    for name, warning in (manifest.get("noted") or {}).items():
+    for name, warning in (manifest.get("warnings") or {}).items():
         example = warning["example"]
         if name == "instruction":  # a text, which may be long
             example = short_repr(example, _MAX_EXAMPLE_CHARACTERS)

@@ -186,7 +186,7 @@ def write_manifest(
         "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
         "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
-        **({"noted": dict(warnings)} if warnings else {}),
+        **({"warnings": dict(warnings)} if warnings else {}),
         "files": file_hashes(folder),
         "versions": {package: version(package) for package in _VERSIONED_PACKAGES},
     }

@@ -171,7 +171,7 @@ class LengthCheck:
         return lines
 
 
-class OverlongPrompts:
+class PromptLengthFilter:
     """Keeps the prompts that leave room for an answer, and refuses or leaves out the others."""
 
     def __init__(

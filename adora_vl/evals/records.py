@@ -90,12 +90,12 @@ class GradedAnswer:
     # stands after it.
     thinking: Literal["none", "set_aside", "without_answer"] = "none"
     # The problem that the answer is to, where it is asked in several versions: each has a pid.
-    version_of: str | None = None
+    original_id: str | None = None
 
     @property
     def problem_id(self) -> str:
         """The id of the problem. Its versions share it, since their answers are not independent."""
-        return self.pid if self.version_of is None else self.version_of
+        return self.pid if self.original_id is None else self.original_id
 
     @property
     def correct(self) -> bool:
@@ -203,7 +203,7 @@ class Benchmark:
     """The names of those data options on which an answer depends."""
     id_column: str = "pid"
     """The column of the data with the id of a row, which is `pid` in a predictions row."""
-    version_of: Callable[[Prediction], str] | None = None
+    original_id: Callable[[Prediction], str] | None = None
     """Returns the id of the problem that a row asks a version of, for a benchmark that asks several
     versions of one problem. Intervals are over problems."""
     prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from adora_vl.geometry.expressions import number_in_text
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.quantities import Area, Constant, Quantity, minus, over, plus, times
 from adora_vl.geometry.shapes import (
     CIRCLE_HEADS,

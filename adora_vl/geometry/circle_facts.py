@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, tangents_seen
 from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.polygon_facts import all_equal

@@ -9,8 +9,8 @@ from adora_vl.geometry.draft import (
     polygon_kind,
     split_point_names,
 )
-from adora_vl.geometry.forms import Term
 from adora_vl.geometry.line_sentences import meet
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.shape_sentences import special
 from adora_vl.geometry.text_sides import read_side
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain, pairwise, product
 from typing import NamedTuple
 
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.primitives import relations_of
 from adora_vl.geometry.quantities import (

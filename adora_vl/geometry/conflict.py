@@ -10,7 +10,7 @@ import numpy as np
 
 from adora_vl.geometry.choose import Outcome, choose_outcome
 from adora_vl.geometry.descent import Budget, descend
-from adora_vl.geometry.forms import LogicForm, Term, points_in_term
+from adora_vl.geometry.logic_form import LogicForm, Term, points_in_term
 from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.quantities import Constant
 from adora_vl.geometry.reading import Reading, read_facts

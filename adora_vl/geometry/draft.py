@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from adora_vl.geometry.forms import Point, Term
+from adora_vl.geometry.logic_form import Point, Term
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 POINT_PATTERN = r"[A-Z]'?"  # the pattern of a point's name in sentences

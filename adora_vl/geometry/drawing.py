@@ -10,8 +10,8 @@ import math
 from cmath import phase
 from collections.abc import Collection, Sequence
 
-from adora_vl.geometry.forms import Term, inner_names
 from adora_vl.geometry.likeness import Likeness
+from adora_vl.geometry.logic_form import Term, inner_names
 from adora_vl.geometry.shapes import (
     COLOUR_HEADS,
     CORNER_COUNT_BY_SHAPE,

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import combinations
 
 from adora_vl.geometry.drawn_points import DrawnPoints
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import sine
 

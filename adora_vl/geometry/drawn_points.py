@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
-from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.logic_form import LogicForm, Term
 from adora_vl.geometry.shapes import (
     CORNER_COUNT_BY_SHAPE,
     Circle,

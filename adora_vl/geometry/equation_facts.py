@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from adora_vl.geometry.expressions import number_in_text
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.quantities import (
     Constant,

@@ -84,13 +84,13 @@ def number_in_text(text: str) -> float | None:
 class _ExpressionReader:
     """Reads a value such as `2x + 5` from left to right: sums of products of powers.
 
-    `signs` are the numbers, letters, operators and brackets of the text. `next` is the number of
+    `tokens` are the numbers, letters, operators and brackets of the text. `next` is the number of
     the sign that is read next, and `depth` how deep the brackets are nested.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.signs: list[str] = []
+        self.tokens: list[str] = []
         self.next = 0
         self.depth = 0
         position = 0
@@ -98,7 +98,7 @@ class _ExpressionReader:
             match = _TOKEN_PATTERN.match(text, position)
             if match is None:
                 raise self.error()
-            self.signs.append(match[1])
+            self.tokens.append(match[1])
             position = match.end()
 
     def error(self) -> ExpressionError:
@@ -107,7 +107,7 @@ class _ExpressionReader:
 
     def peek(self) -> str | None:
         """Return the next sign, which stays; None at the end."""
-        return self.signs[self.next] if self.next < len(self.signs) else None
+        return self.tokens[self.next] if self.next < len(self.tokens) else None
 
     def take(self) -> str:
         """Return the next sign, and go past it. Raises `ExpressionError` at the end."""
@@ -118,7 +118,7 @@ class _ExpressionReader:
         return sign
 
     def whole(self) -> Quantity:
-        """Return the expression of the whole text. Raises `ExpressionError` where signs remain."""
+        """Return the expression of the whole text. Raises `ExpressionError` where tokens remain."""
         expression = self.sum()
         if self.peek() is not None:
             raise self.error()

@@ -10,8 +10,8 @@ from itertools import combinations
 from typing import Any, Literal
 
 from adora_vl.geometry.choose import Status
-from adora_vl.geometry.forms import LogicForm, Point, form_as_record, read_form_from_record
 from adora_vl.geometry.layout import Vector
+from adora_vl.geometry.logic_form import LogicForm, Point, form_as_record, read_form_from_record
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem, Solution
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 
 
 def drawn_height(drawing: Drawing) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from adora_vl.geometry.forms import inner_names
+from adora_vl.geometry.logic_form import inner_names
 from adora_vl.geometry.regions import Regions
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine, sine

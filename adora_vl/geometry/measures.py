@@ -18,8 +18,8 @@ from adora_vl.geometry.expressions import (
     number_in_text,
     parse_expression,
 )
-from adora_vl.geometry.forms import Term
 from adora_vl.geometry.heights import called_height, drawn_height
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.quantities import (
     Angle,
     Area,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.quantities import (
     Constant,
     Quantity,

@@ -18,7 +18,6 @@ from adora_vl.geometry.circle_facts import (
     tangent,
 )
 from adora_vl.geometry.equation_facts import angle_sum, equals
-from adora_vl.geometry.forms import Term
 from adora_vl.geometry.line_facts import (
     bisects,
     intersect,
@@ -29,6 +28,7 @@ from adora_vl.geometry.line_facts import (
     perpendicular_bisector,
     right_angle,
 )
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.polygon_facts import (
     diagonal,

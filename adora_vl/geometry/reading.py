@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.logic_form import LogicForm, Term
 from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, relations_seen
 from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.primitives import relations_of

@@ -35,7 +35,6 @@ from adora_vl.geometry.draft import (
     make_term,
     split_point_names,
 )
-from adora_vl.geometry.forms import Term
 from adora_vl.geometry.line_sentences import (
     bisect_each,
     bisects_angle,
@@ -57,6 +56,7 @@ from adora_vl.geometry.line_sentences import (
     two_lines,
     two_midpoints,
 )
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.shape_sentences import (
     alike,
     apex,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adora_vl.geometry.forms import Term, parse_term
+from adora_vl.geometry.logic_form import Term, parse_term
 
 CORNER_COUNT_BY_SHAPE = {
     "Triangle": 3,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 
 from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, make_term
-from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.logic_form import LogicForm
 from adora_vl.geometry.sentences import COORDINATE_PATTERN, SEGMENT_PATTERN, read_sentence
 from adora_vl.utils.errors import UserError
 

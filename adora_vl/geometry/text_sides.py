@@ -15,7 +15,7 @@ from adora_vl.geometry.draft import (
     split_point_names,
 )
 from adora_vl.geometry.expressions import ExpressionError, parse_expression
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.utils.errors import did_you_mean
 
 MAX_PARTS = 60  # numbers, measures and signs of one side of an equation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 
 _WORD_BY_MEASURE = {
     "AreaOf": "area",

@@ -15,7 +15,7 @@ from adora_vl.data.context_limit import (
     why_uncountable,
 )
 from adora_vl.data.images import PixelLimits
-from adora_vl.data.overlong_prompts import OverlongPrompts
+from adora_vl.data.overlong_prompts import PromptLengthFilter
 from adora_vl.data.prompt_lengths import resize_limits_of
 from adora_vl.data.prompts import control_tokens, find_control_token, with_tools
 from adora_vl.data.token_counters import (
@@ -102,7 +102,7 @@ def _build_length_filter(
     processor: ProcessorMixin | None,
     system_prompt: str | None,
     pixel_limits: PixelLimits,
-) -> OverlongPrompts:
+) -> PromptLengthFilter:
     """Build the object that finds prompts without room for an answer. Collective with a server.
 
     A line is printed if nothing limits the length, or if the model's image tokens cannot be
@@ -130,7 +130,7 @@ def _build_length_filter(
     error_or_drop = None
     if request.script_args is not None:
         error_or_drop = request.script_args.adora_overlong_prompts
-    return OverlongPrompts(
+    return PromptLengthFilter(
         limit,
         _token_counter(request, processor, system_prompt),
         pixel_limits,

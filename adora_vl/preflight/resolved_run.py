@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import CheckMessages, RunContext
-    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.overlong_prompts import PromptLengthFilter
     from adora_vl.data.prompt_lengths import PromptLengths
     from adora_vl.evaluation import EvaluationPlan
     from adora_vl.models.adapter import Adapter
@@ -96,7 +96,7 @@ class PromptInfo:
     processor: ProcessorMixin | None
     toolbox: Toolbox | None
     system_prompt: str | None
-    length_filter: OverlongPrompts
+    length_filter: PromptLengthFilter
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

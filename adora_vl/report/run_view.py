@@ -30,8 +30,8 @@ from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
 from adora_vl.report.conversation import TurnReader
 from adora_vl.report.run_summary import advantages_differ, summarise_run
 from adora_vl.report.weight_reason import weight_reason
-from adora_vl.rewards.forms import parse_reference
 from adora_vl.rewards.grade import grade
+from adora_vl.rewards.structured import parse_reference
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import escapes_folder, refuse_escaping_links

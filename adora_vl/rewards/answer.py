@@ -80,7 +80,7 @@ class Answer:
 
     @cached_property
     def text_with_names(self) -> str:
-        """The canonical text with all its names and brackets, which `forms` reads."""
+        """The canonical text with all its names and brackets, which `structured` reads."""
         return canonical_with_names(self.raw) if self.raw else self.text
 
     @property

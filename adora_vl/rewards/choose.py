@@ -26,7 +26,7 @@ from adora_vl.rewards.other_forms import as_trl_reward_function
 from adora_vl.rewards.presets import (
     PRESETS,
     REWARD_FUNCTION_BY_NAME,
-    Grader,
+    LastBatchGrades,
     NoOptions,
     PresetOptions,
     preset_function,
@@ -292,8 +292,8 @@ def choose_rewards(
         )
     rewards = parse_reward_entries(entries)
     names = [reward.name for reward in rewards]
-    exact_grader = Grader(rounding=False, answer_tags=answer_tags)
-    rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
+    exact_grades = LastBatchGrades(rounding=False, answer_tags=answer_tags)
+    rounding_grades = LastBatchGrades(rounding=True, answer_tags=answer_tags)
     # None without a preset; then nothing logs the grades.
     first_preset = next((name for name in names if name in PRESETS), None)
     functions: list[Callable[..., Any]] = []
@@ -309,8 +309,8 @@ def choose_rewards(
             function_names.append(name_without_file(name))
             continue
         if isinstance(options, PresetOptions):
-            grader = rounding_grader if options.rounding else exact_grader
-            function = preset_function(name, grader, logs=name == first_preset)
+            grades = rounding_grades if options.rounding else exact_grades
+            function = preset_function(name, grades, logs=name == first_preset)
         elif isinstance(options, JudgeOptions):
             function = JudgeReward(options, output_dir or Path.cwd())
         elif isinstance(options, StepsOptions):

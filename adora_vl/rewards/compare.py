@@ -20,11 +20,11 @@ from adora_vl.rewards.compare_values import (
     result_without_value,
     wrong_result,
 )
-from adora_vl.rewards.forms import parse_structured
 from adora_vl.rewards.grammar import unknown_names
 from adora_vl.rewards.numeric import same_function, sign_of_factor_between
 from adora_vl.rewards.relations import ChainedNumber, chain_of_numbers, undecorated_name
 from adora_vl.rewards.solutions import same_solutions
+from adora_vl.rewards.structured import parse_structured
 
 _DECIMAL_COMMA_PATTERN = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 _THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(

@@ -18,7 +18,6 @@ from adora_vl.rewards.choose import call_once, choose_rewards
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.entries import RewardEntry, named_rewards
 from adora_vl.rewards.explain_steps import read_figure_file, step_lines
-from adora_vl.rewards.forms import parse_reference
 from adora_vl.rewards.grade import (
     REMEDY_BY_REASON,
     grade,
@@ -27,6 +26,7 @@ from adora_vl.rewards.grade import (
 )
 from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
+from adora_vl.rewards.structured import parse_reference
 from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import Parser, pluralize, run_command, yaml_value
 from adora_vl.utils.errors import UserError

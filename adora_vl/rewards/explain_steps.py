@@ -11,9 +11,9 @@ from pathlib import Path
 
 from adora_vl.geometry.checked import CheckedClaim, ClaimVerdict
 from adora_vl.geometry.figure import figure_as_json, figure_from_json
-from adora_vl.geometry.forms import LogicForm, read_form_from_record
+from adora_vl.geometry.logic_form import LogicForm, read_form_from_record
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import ClaimCheck, check_claims
 from adora_vl.utils.errors import UserError, describe_error
 

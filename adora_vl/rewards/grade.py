@@ -26,8 +26,8 @@ from adora_vl.rewards.compare_values import (
     wrong_result,
 )
 from adora_vl.rewards.completion import last_adjacent_boxes, last_answer, last_boxed
-from adora_vl.rewards.forms import canonical_gold, parse_reference, parse_structured
 from adora_vl.rewards.grammar import unknown_names
+from adora_vl.rewards.structured import canonical_gold, parse_reference, parse_structured
 from adora_vl.rewards.thinking import is_blank, text_after_thinking
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")

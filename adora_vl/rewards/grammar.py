@@ -80,7 +80,7 @@ class ParseError(ValueError):
     - `undefined`: it has no value, such as 1/0.
     - `has_unknown`: it was read, but has no value without its unknowns, such as `x+3`.
 
-    `canonical`, `answer` and `forms` have further reasons.
+    `canonical`, `answer` and `structured` have further reasons.
     """
 
     def __init__(self, reason: str = "not_read") -> None:

@@ -76,7 +76,7 @@ def reward_for_grade(grade: Grade, preset: str) -> float:
     return unboxed if grade.extracted is None else boxed
 
 
-class Grader:
+class LastBatchGrades:
     """Grades a batch of completions and keeps the grades of the last batch.
 
     The functions of several presets are called with the same batch one after another, and only the
@@ -104,7 +104,7 @@ class Grader:
         return self._grades
 
 
-def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunction:
+def preset_function(preset: str, grader: LastBatchGrades, *, logs: bool) -> RewardFunction:
     """Return the reward function of one preset, with TRL's signature and named `<preset>_reward`.
 
     It reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a

@@ -1,4 +1,4 @@
-r"""Reads chains of numbers, equations and inequalities, for `forms`.
+r"""Reads chains of numbers, equations and inequalities, for `structured`.
 
 An equation or inequality keeps the tree that it compares with 0: `2x - 1 - y` for `2x - 1 = y`. An
 inequality in one unknown also gets its solution.

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from PIL import Image
 
 from adora_vl.geometry.draft import Draft
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.sentences import read_sentence
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 from adora_vl.synthetic.drawing import Point, Style

@@ -11,8 +11,8 @@ from PIL import Image
 
 from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
 from adora_vl.data.images import diagram_hash
+from adora_vl.geometry.solve_form import solved_figure
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solved_figure
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.synthetic.corners import corner_number

@@ -28,8 +28,8 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.check import make_lora_config
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.planning.plan import make_plan

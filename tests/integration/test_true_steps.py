@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
 from benchmarks.stand_in_server import FakeVLLMServer

@@ -7,7 +7,7 @@ A figure is a dictionary from the name of each point to its position, a complex 
 import math
 from collections.abc import Mapping, Sequence
 
-from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.logic_form import LogicForm
 
 
 def measured_length(at: Mapping[str, complex], start: str, end: str) -> str:

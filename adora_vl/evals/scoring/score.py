@@ -251,7 +251,7 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
     return GradedAnswer(
         pid=row["pid"],
         grade=grade,
-        version_of=None if benchmark.version_of is None else benchmark.version_of(row),
+        original_id=None if benchmark.original_id is None else benchmark.original_id(row),
         n_tokens=row.get("n_tokens"),
         sample=row.get("sample", 0),
     )
@@ -298,7 +298,7 @@ def _build_score_item(
     versions of its problems.
     """
     item: dict[str, Any] = {"pid": graded.pid}
-    if benchmark.version_of is not None or graded.problem_id != graded.pid:
+    if benchmark.original_id is not None or graded.problem_id != graded.pid:
         item["problem"] = graded.problem_id
     if graded.sample:
         item["sample"] = graded.sample

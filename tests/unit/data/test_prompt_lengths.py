@@ -22,7 +22,7 @@ from adora_vl.data.context_limit import ContextLimit, context_limit, server_cont
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.images import PixelLimits
 from adora_vl.data.loading import load_rows
-from adora_vl.data.overlong_prompts import LengthCheck, OverlongPrompts
+from adora_vl.data.overlong_prompts import LengthCheck, PromptLengthFilter
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
     measure_prompts,
@@ -559,7 +559,7 @@ def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]
         raise_hint="set it to",
         model_limit=None,
     )
-    overlong = OverlongPrompts(
+    overlong = PromptLengthFilter(
         token_limit,
         counter=count_characters,
         pixels=PixelLimits(1, 100, 1),

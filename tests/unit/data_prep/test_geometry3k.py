@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from adora_vl.data.dataset import load_split, schema, stored_rows
-from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.logic_form import read_form_from_record
 from data_prep.cli import main
 from data_prep.geometry3k_folders import rows_of_folders
 from data_prep.logic_forms import facts_in_words

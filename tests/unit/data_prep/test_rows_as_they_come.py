@@ -37,7 +37,7 @@ def noted_counts(output: Path) -> dict[str, int]:
     """How many rows the manifest notes under each name, such as {"percent": 1}."""
     manifest = read_manifest(output)
     assert manifest is not None
-    return {name: note["rows"] for name, note in manifest.get("noted", {}).items()}
+    return {name: note["rows"] for name, note in manifest.get("warnings", {}).items()}
 
 
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:

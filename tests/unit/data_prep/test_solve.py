@@ -26,7 +26,7 @@ from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
 from adora_vl.geometry.figure import figure_as_json, figure_from_json, largest_residual_of
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main

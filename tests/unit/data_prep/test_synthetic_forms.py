@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import stored_rows
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims_if_possible
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Point

@@ -8,8 +8,8 @@ import pytest
 from adora_vl.evals.checklist import MAX_QUESTIONS_OF_PICTURE, build_checklist, questions_on_marks
 from adora_vl.evals.records import Problem
 from adora_vl.geometry.figure import figure_as_json, figure_from_json
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.grade import verify_gold
 from adora_vl.utils.errors import UserError
 

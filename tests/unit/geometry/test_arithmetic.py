@@ -11,8 +11,8 @@ from adora_vl.geometry.claims import read_claims
 from adora_vl.geometry.derivatives import Differentiated, apply_function
 from adora_vl.geometry.quantities import Arithmetic, Constant, Equal, number_of_quantity
 from adora_vl.geometry.reading import read_facts
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 
 TRIANGLE = read_facts(read_form_from_text("triangle ABC\nAB = 5\nBC = 6\nCA = 7\nfind angle BAC"))
 

@@ -14,8 +14,8 @@ from adora_vl.geometry.checked import CheckedClaim
 from adora_vl.geometry.claims import MAX_CLAIMS, read_claims
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.judgement import are_equal_when_rounded
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import check_claims
 from tests.unit.geometry.claims_support import read_marked_texts
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.solve_form import solve_form
 from tests.support.geometry_forms import logic_form
 
 RIGHT_TRIANGLE_POINTS = {"A": 0j, "B": 160 + 0j, "C": 160 + 100j}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.geometry.forms import read_form_from_record
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.logic_form import read_form_from_record
+from adora_vl.geometry.solve_form import solve_form
 from tests.support.paths import SHARED_FOLDER
 
 STORED_VERDICT_BY_NAME = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
@@ -61,8 +61,8 @@ def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
 
 _SCRIPT_OF_ANOTHER_MACHINE = """
 import gzip, json, sys
-from adora_vl.geometry.forms import read_form_from_record
-from adora_vl.geometry.verdict import solve_form
+from adora_vl.geometry.logic_form import read_form_from_record
+from adora_vl.geometry.solve_form import solve_form
 records = json.loads(gzip.decompress(open(sys.argv[1], "rb").read()))
 for name in sys.argv[2:]:
     result = solve_form(read_form_from_record(records[name]))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.logic_form import read_form_from_record
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.errors import UserError
 
 _PROBLEM_FILES = ("new_problems.json", "new_problems_2.json")

@@ -14,7 +14,12 @@ from adora_vl.geometry.expressions import (
     number_in_text,
     parse_expression,
 )
-from adora_vl.geometry.forms import MAX_DEPTH, form_as_record, parse_term, read_form_from_record
+from adora_vl.geometry.logic_form import (
+    MAX_DEPTH,
+    form_as_record,
+    parse_term,
+    read_form_from_record,
+)
 from adora_vl.geometry.quantities import Constant, Unknown, minus, power, times
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem

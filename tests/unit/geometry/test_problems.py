@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 
 ANSWERED_PROBLEMS = (
     ("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC", 84.0),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from adora_vl.geometry.expressions import parse_expression
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import MAX_TEXT, read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.errors import UserError
 
 

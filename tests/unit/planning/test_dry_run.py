@@ -16,7 +16,7 @@ from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions, split_dry_run_options
 from adora_vl.data.dataset import load_split
-from adora_vl.data.overlong_prompts import OverlongPrompts
+from adora_vl.data.overlong_prompts import PromptLengthFilter
 from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
@@ -300,7 +300,7 @@ def check_lengths_of_family(data, family):
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
     limits = resize_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
     rows = load_split(data, "train")
-    overlong = OverlongPrompts(
+    overlong = PromptLengthFilter(
         None,
         counter,
         limits,

@@ -14,8 +14,8 @@ from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.evals.scoring.table import step_lines
 from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import solve_form
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT_FIELDS, load_run
 from adora_vl.rewards.choose import check_reward_sums, choose_rewards, range_of_weighted_sum

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.logic_form import LogicForm
+from adora_vl.geometry.solve_form import MAX_FACT_LENGTH, MAX_POINTS, solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, solve_form
 from tests.support.geometry_forms import (
     angle_in_degrees,
     logic_form,
@@ -377,7 +377,7 @@ def test_no_value_makes_it_raise_or_hang(value: str) -> None:
 def test_the_engine_imports_numpy_alone() -> None:
     """A new process that imports the engine has loaded none of the heavy packages."""
     code = (
-        "import sys, adora_vl.geometry.verdict, adora_vl.geometry.text; "
+        "import sys, adora_vl.geometry.solve_form, adora_vl.geometry.text; "
         "print(sorted({'torch', 'PIL', 'datasets', 'scipy', 'matplotlib'} & set(sys.modules)))"
     )
     process = subprocess.run(

@@ -14,7 +14,7 @@ from adora_vl.geometry.conflict import Conflict, Repair, find_conflict, gives_si
 from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import short_form
 from adora_vl.geometry.figure import Verdict, figure_as_json, figure_of_solution, with_rivals
-from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.logic_form import LogicForm, Term
 from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.shapes import UnreadError, parse_terms
