@@ -68,8 +68,8 @@ class _LoadedRows:
     folder: Path | None
     """The folder that paths of images are relative to; None for data from the hub."""
 
-    def read_encoded_image(self, index: int, columns: Sequence[str]) -> list[bytes]:
-        """Return the first usable image of a row, encoded (as in a PNG file), in a list of one.
+    def read_encoded_image(self, index: int, columns: Sequence[str]) -> bytes:
+        """Return the first usable image of a row, encoded (as in a PNG file).
 
         Benchmarks store images in many ways: as bytes, a struct with bytes or a path, a path, or
         Base64.
@@ -89,17 +89,17 @@ class _LoadedRows:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
-                return [value]
+                return value
             if not isinstance(value, str) or not value:
                 continue
             # A short text is a path, and a long one is the image in Base64.
             if not _is_path(value):
-                return [base64.b64decode(value, validate=True)]
+                return base64.b64decode(value, validate=True)
             file = None if self.folder is None else file_within(self.folder, value)
             # A missing file is an error only if it is the last column that could have the image.
             is_last_value = number == len(stored_values)
             if file is not None and (is_last_value or file.is_file()):
-                return [file.read_bytes()]
+                return file.read_bytes()
         raise ValueError("the row has no image")
 
 
@@ -177,8 +177,12 @@ def _build_problem(
     """
     if not image_columns:
         return Problem(fields=fields, prompt=prompt, n_images=0, images=list)
-    read_image = partial(loaded.read_encoded_image, index, image_columns)
-    return problem_with_images(fields, prompt=prompt, n_images=1, read_images=read_image)
+
+    def read_images() -> list[bytes]:
+        """Read the image of the row, the only one."""
+        return [loaded.read_encoded_image(index, image_columns)]
+
+    return problem_with_images(fields, prompt=prompt, n_images=1, read_images=read_images)
 
 
 def _check_rows(loaded: _LoadedRows, describe_fault: Callable[[Row], str | None]) -> None:

@@ -212,7 +212,7 @@ def test_an_image_file_that_is_missing_is_named(tmp_path, stored):
     )
     with pytest.raises(OSError, match=r"gone\.png"):
         loaded.read_encoded_image(0, ["image", "decoded_image"])
-    assert loaded.read_encoded_image(1, ["image", "decoded_image"]) == [b"PNG"]
+    assert loaded.read_encoded_image(1, ["image", "decoded_image"]) == b"PNG"
 
 
 def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
