@@ -173,12 +173,11 @@ class _Pictures:
 class _Parts:
     """The parts of a record without faults, which are read one by one."""
 
-    question: _Question
+    problem: ProblemAndInstruction
+    answer: TableAnswer
+    options: TableOptions
     pictures: _Pictures
-    instruction: str  # on how to answer, at the end of the problem; empty where there is none
-    # The answer, where words such as `The answer is` stood before it; else empty.
-    extracted_answer: str
-    has_image_options: bool  # an option names an image
+    question: _Question  # what the first three make together
 
 
 def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) -> _Parts:
@@ -190,17 +189,22 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
     Raises `RowError`, with all of these faults.
     """
     columns = context.columns
+    asked = question_and_pictures(record, columns)
     # `try_call` returns None for a function that raises `RowError`. The errors are raised together
     # at the end of the block.
     with collect_row_errors() as try_call:
-        problem: ProblemAndInstruction | None = try_call(_read_problem, record, context, row_error)
+        problem: ProblemAndInstruction | None = try_call(
+            _read_problem, asked.text, record, context, row_error
+        )
         answer: TableAnswer | None = try_call(
             read_answer, record, columns, row_error, has_truth_values=context.has_truth_values
         )
         options: TableOptions | None = try_call(
             read_choices, record, columns, texts_only=context.texts_only, row_error=row_error
         )
-        pictures: _Pictures | None = try_call(_read_pictures, record, context, row_error)
+        pictures: _Pictures | None = try_call(
+            _read_pictures, asked.pictures, record, context, row_error
+        )
         question: _Question | None = None
         if answer is not None:
             question = try_call(
@@ -219,11 +223,7 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
     assert pictures is not None
     assert question is not None
     return _Parts(
-        question=question,
-        pictures=pictures,
-        instruction=problem.instruction,
-        extracted_answer=answer.text if answer.was_extracted else "",
-        has_image_options=options.name_images,
+        problem=problem, answer=answer, options=options, pictures=pictures, question=question
     )
 
 
@@ -237,14 +237,14 @@ def _row_warnings(
     `<image>` where its images stand.
     """
     warnings = {}
-    if parts.instruction:
-        warnings["instruction"] = parts.instruction
+    if parts.problem.instruction:
+        warnings["instruction"] = parts.problem.instruction
     if parts.question.had_options_in_text:
         warnings["options_in_text"] = row_id
-    if parts.has_image_options:
+    if parts.options.name_images:
         warnings["options"] = row_id
-    if parts.extracted_answer:
-        warnings["stated"] = f"{row_id} ({short_repr(parts.extracted_answer, 40)})"
+    if parts.answer.was_extracted:  # words such as `The answer is` stood before it
+        warnings["stated"] = f"{row_id} ({short_repr(parts.answer.text, 40)})"
     if parts.pictures.respelled:
         warnings["spelling"] = f"{row_id} ({parts.pictures.respelled})"
     if context.format_guess:
@@ -399,17 +399,16 @@ def _row_id(
 
 
 def _read_problem(
-    record: Record, context: TableContext, row_error: MakeRowError
+    text: object, record: Record, context: TableContext, row_error: MakeRowError
 ) -> ProblemAndInstruction:
     """Return the problem of a record as a text, and the instruction on how to answer in it.
 
-    The record has a text, or a conversation with one question. The instruction, such as `Put the
+    `text` is the question as `question_and_pictures` returns it. The instruction, such as `Put the
     answer in \\boxed{}`, also stays in the text unless the user drops it.
 
     Raises `RowError`, which `row_error` makes, where there is no such text.
     """
     column = context.columns.problem
-    text = question_and_pictures(record, context.columns).text
     if not isinstance(text, str) or not can_encode_utf8(text):
         value = parse_list_cell(record.get(column, MISSING), texts_only=True)
         remedy = f"make it a text, or a conversation with one question, in {ROW_LOCATION}"
@@ -461,16 +460,18 @@ def pictures_in_columns(record: Record, columns: Columns, *, texts_only: bool) -
     return pictures_in_cell(value)
 
 
-def _read_pictures(record: Record, context: TableContext, row_error: MakeRowError) -> _Pictures:
+def _read_pictures(
+    from_question: list[Any], record: Record, context: TableContext, row_error: MakeRowError
+) -> _Pictures:
     """Return the encoded pictures of a record, from its columns for images or from its question.
 
+    `from_question` are the pictures inside the question, as `question_and_pictures` returns them.
     `row_error` makes the error of a fault from the broken rule, what is wrong, and what to do.
 
     Raises `RowError` for pictures in both places, for a picture that cannot be read, and where
     every row has to have a picture and this one has none.
     """
     from_columns = pictures_in_columns(record, context.columns, texts_only=context.texts_only)
-    from_question = question_and_pictures(record, context.columns).pictures
     if from_columns and from_question:
         raise row_error(
             "field_type",
