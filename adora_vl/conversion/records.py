@@ -189,12 +189,12 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
     Raises `RowError`, with all of these faults.
     """
     columns = context.columns
-    asked = question_and_pictures(record, columns)
+    inside_question = question_and_pictures(record, columns)
     # `try_call` returns None for a function that raises `RowError`. The errors are raised together
     # at the end of the block.
     with collect_row_errors() as try_call:
         problem: ProblemAndInstruction | None = try_call(
-            _read_problem, asked.text, record, context, row_error
+            _read_problem, inside_question.text, record, context, row_error
         )
         answer: TableAnswer | None = try_call(
             read_answer, record, columns, row_error, has_truth_values=context.has_truth_values
@@ -203,7 +203,7 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
             read_choices, record, columns, texts_only=context.texts_only, row_error=row_error
         )
         pictures: _Pictures | None = try_call(
-            _read_pictures, asked.pictures, record, context, row_error
+            _read_pictures, inside_question.pictures, record, context, row_error
         )
         question: _Question | None = None
         if answer is not None:

@@ -127,7 +127,15 @@ def test_every_reason_in_the_code_is_explained() -> None:
     its values.
     """
     reasons: set[Any] = {*get_args(Comparison), *NO_VALUE_REASONS, *UNREAD_REASONS}
-    for name in ("grade", "compare", "compare_values", "forms", "canonical", "grammar", "numeric"):
+    for name in (
+        "grade",
+        "compare",
+        "compare_values",
+        "structured",
+        "canonical",
+        "grammar",
+        "numeric",
+    ):
         code = (REWARDS_FOLDER / f"{name}.py").read_text()
         for node in ast.walk(ast.parse(code)):
             reasons |= named_reasons(node)
