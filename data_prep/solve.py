@@ -21,7 +21,7 @@ from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.logic_form import LogicForm, read_form_from_record
 from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
-from adora_vl.utils.cli import Commands, integer_between, none_or, path, pluralize, read_json
+from adora_vl.utils.cli import Commands, integer_between, none_or, path_option, pluralize, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value

@@ -41,7 +41,7 @@ from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.solve_form import EVALUATIONS, short_answer
 from adora_vl.geometry.vectors import extent_of
-from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path, pluralize
+from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path_option, pluralize
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output

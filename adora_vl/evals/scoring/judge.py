@@ -23,7 +23,14 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.judge import KEY_VARIABLE, text_in_tags
-from adora_vl.utils.cli import integer_between, none_or, number_between, path, pluralize, text
+from adora_vl.utils.cli import (
+    integer_between,
+    none_or,
+    number_between,
+    path_option,
+    pluralize,
+    text_option,
+)
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url

@@ -17,7 +17,6 @@ from trl.data_utils import prepare_multimodal_messages
 from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.config.schema import parse
 from adora_vl.data.context_limit import ContextLimit, context_limit, server_context_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.images import PixelLimits
