@@ -7,6 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from trl import ModelConfig
@@ -191,11 +192,8 @@ def model_source(
     """
     init_kwargs = dict(config.model_init_kwargs or {})
     quantisation = quantization_config or init_kwargs.pop("quantization_config", None)
-    if quantisation is not None and not getattr(quantisation, "load_in_4bit", False):
-        raise UserError(
-            "quantization_config: only 4 bits are supported; give "
-            "BitsAndBytesConfig(load_in_4bit=True)"
-        )
+    if quantisation is not None:
+        _check_quantisation(quantisation)
     has_adapter = False
     loaded_model = None
     if not isinstance(model, str):
@@ -212,14 +210,20 @@ def model_source(
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "revision": None,
         }
+    # TRL's default. A base in 4 bits computes in bfloat16 alone.
+    default_dtype = "float32" if quantisation is None else "bfloat16"
+    # A config of bitsandbytes has bytes by default, and the key has None.
+    storage = getattr(quantisation, "bnb_4bit_quant_storage", None)
+    is_stored_in_bytes = storage in (None, torch.uint8)
     model_args = ModelConfig(
         model_name_or_path=_name_of_model(model),
         model_revision=init_kwargs.get("revision"),
-        dtype=str(init_kwargs.get("dtype", "float32")).removeprefix("torch."),
+        dtype=str(init_kwargs.get("dtype", default_dtype)).removeprefix("torch."),
         attn_implementation=init_kwargs.get("attn_implementation"),
         use_peft=peft_config is not None or has_adapter,
         load_in_4bit=quantisation is not None,
         bnb_4bit_quant_type=getattr(quantisation, "bnb_4bit_quant_type", "nf4"),
+        bnb_4bit_quant_storage=None if is_stored_in_bytes else str(storage).removeprefix("torch."),
         use_bnb_nested_quant=bool(getattr(quantisation, "bnb_4bit_use_double_quant", False)),
     )
     return ModelSource(
@@ -229,3 +233,29 @@ def model_source(
         loaded=loaded_model,
         processor=processor,
     )
+
+
+def _check_quantisation(quantisation: Any) -> None:
+    """Raise `UserError` for a quantisation that is not the one in which bases are kept.
+
+    That is 4 bits of bitsandbytes with computation in bfloat16. float32, which a
+    `BitsAndBytesConfig` has by default, is taken for not set.
+
+    `quantisation`: a `BitsAndBytesConfig`, or any other config of Transformers.
+    """
+    if not getattr(quantisation, "load_in_4bit", False):
+        raise UserError(
+            "quantization_config: only 4 bits are supported; give "
+            "BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    computed_in = quantisation.bnb_4bit_compute_dtype
+    if computed_in not in (torch.bfloat16, torch.float32):
+        raise UserError(
+            f"quantization_config: bnb_4bit_compute_dtype: {computed_in}: a base in 4 bits computes "
+            "in bfloat16 here; leave it out"
+        )
+    if quantisation.llm_int8_skip_modules:
+        raise UserError(
+            f"quantization_config: llm_int8_skip_modules: {quantisation.llm_int8_skip_modules}: "
+            "which layers stay whole is the same in every run; leave it out"
+        )

@@ -235,6 +235,8 @@ class ResolvedRun:
         }
         # A base in 4 bits is read from a folder whose own config says how it is quantised.
         init_kwargs.pop("quantization_config", None)
+        # The one that the checks assume. For a base in 4 bits it differs from TRL's default.
+        init_kwargs.setdefault("dtype", model_args.dtype)
         if self.context.sharding.processes > 1:
             # Each process loads onto its own device, as in TRL.
             init_kwargs["device_map"] = None

@@ -17,7 +17,7 @@ import pytest
 import trl
 from datasets import Dataset
 from PIL import Image
-from transformers import Gemma3Config, Qwen2Config
+from transformers import BitsAndBytesConfig, Gemma3Config, Qwen2Config
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import get_quantization_config
 
@@ -457,11 +457,11 @@ REFUSED_COMMANDS: list[
     (
         "FOUR --dtype float32",
         "load_in_4bit: true does not go with dtype: float32, as the engine computes in bfloat16",
+        "CDK",  # from Python it is bfloat16 unless it is set
     ),
     (
         "FOUR --bnb_4bit_quant_storage bfloat16",
-        "load_in_4bit: true does not go with bnb_4bit_quant_storage",
-        "CDK",
+        "load_in_4bit: true does not go with bnb_4bit_quant_storage: bfloat16",
     ),
     ("FOUR --use_dora true", "load_in_4bit: true does not go with use_dora: true; leave it out"),
     (
@@ -767,6 +767,22 @@ REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
     (
         {"quantization_config": object()},
         "quantization_config: only 4 bits are supported; give BitsAndBytesConfig",
+    ),
+    (
+        {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_compute_dtype="float16"
+            )
+        },
+        "quantization_config: bnb_4bit_compute_dtype: torch.float16: a base in 4 bits computes in",
+    ),
+    (
+        {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True, llm_int8_skip_modules=["lm_head"]
+            )
+        },
+        "quantization_config: llm_int8_skip_modules: ['lm_head']: which layers stay whole",
     ),
     (
         {"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)},

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from peft import PeftModel
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from trl import ModelConfig
 from vllm import LLM
 
+from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.export import main as export
 from adora_vl.models.adapter import load_merged
 from adora_vl.models.four_bit import (
@@ -88,6 +90,28 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
         for parameter in policy.parameters()
         if parameter.requires_grad
     )
+
+
+def test_python_code_needs_no_dtype_beside_a_quantization_config(adora_home, tmp_path):
+    """As in TRL's examples of QLoRA. TRL's default, float32, is one that no base in 4 bits has."""
+    trainer = AdoraGRPOTrainer(
+        "tiny",
+        reward_funcs="accuracy",
+        args=AdoraGRPOConfig(
+            str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_steps=1,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "Find x."}]}] * 4),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+        peft_config=LoraConfig(target_modules=["q_proj"]),
+    )
+    base = trainer.model.get_base_model()
+    assert base.dtype == torch.bfloat16
+    assert any(isinstance(module, Linear4bit) for module in base.modules())
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ it.
 import io
 import json
 import random
+import re
+import runpy
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from adora_vl.utils.errors import UserError
 VIEW_OF_56_PIXELS = View(56 * 56, 56 * 56, 28)
 VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
 LONGEST_TEXT = 2000  # characters of an answer, `max_text` by default
+TOOLS_PAGE = Path(__file__).parents[3] / "docs" / "tools.md"
 
 
 def picture_with_black_corner():
@@ -627,3 +631,18 @@ def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
     )
     assert with_tools("Think.", []) == "Think."
     assert with_tools(None, []) is None
+
+
+def test_the_documented_lines_show_what_a_tool_of_ones_own_answers(tmp_path, monkeypatch, capsys):
+    """The page's tool is described to the model, and a call of it returns the picture it draws."""
+    blocks = re.findall(r"```python\n(.*?)```", TOOLS_PAGE.read_text(), re.DOTALL)
+    (tool_file,) = [block for block in blocks if block.startswith("# my_tools.py")]
+    (try_it,) = [block for block in blocks if "box.answer(" in block]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(tool_file)
+    (tmp_path / "try_it.py").write_text(try_it)
+    runpy.run_path("try_it.py")
+    schemas, answer = capsys.readouterr().out.splitlines()
+    assert "'name': 'grid'" in schemas
+    assert "PIL.Image.Image" in answer
+    assert "Error" not in answer
