@@ -62,6 +62,7 @@ from adora_vl.preflight.request import (
     copy_or_default_config,
     model_source,
     refuse_unsupported_arguments,
+    rows_for_environments,
 )
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
@@ -142,13 +143,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
+            config = copy_or_default_config(args, model)
+            has_environments = bool(environment_factory or config.environment_factory)
             refuse_unsupported_arguments(
                 train_dataset,
                 reward_funcs=reward_funcs,
                 rollout_func=rollout_func,
-                environment_factory=environment_factory,
+                has_environments=has_environments,
             )
-            config = copy_or_default_config(args, model)
+            if train_dataset is None:
+                train_dataset = rows_for_environments(config)
             request = RunRequest(
                 config=config,
                 model=model_source(

@@ -14,6 +14,7 @@ from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.command import CliArgs
 from adora_vl.config.schema import build_configs
 from adora_vl.models.check import make_lora_config
@@ -137,12 +138,13 @@ def refuse_unsupported_arguments(
     train_dataset: object,
     reward_funcs: object,
     rollout_func: object,
-    environment_factory: object,
+    has_environments: bool,
 ) -> None:
     """Raise `UserError` for arguments of the trainer that no run can be made of.
 
     These are a `rollout_func`, a `train_dataset` that is no data set, and no reward. TRL would
-    ignore them, or fail after the weights are loaded.
+    ignore them, or fail after the weights are loaded. Environments may stand for both of the last
+    two: they may say the problem, and reward it.
     """
     if rollout_func is not None:
         raise UserError(
@@ -150,17 +152,37 @@ def refuse_unsupported_arguments(
             "neither seeds nor log-probabilities that can be checked; use tools, or "
             "trl.GRPOTrainer"
         )
-    if not isinstance(train_dataset, Dataset | IterableDataset):
+    lacks_rows = train_dataset is None and not has_environments
+    is_no_data_set = train_dataset is not None and not isinstance(
+        train_dataset, Dataset | IterableDataset
+    )
+    if lacks_rows or is_no_data_set:
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
         raise UserError(
             f"train_dataset: {kind} is no data set; make one, such as "
             "datasets.Dataset.from_list(rows), or adora_vl.load_problems(FOLDER)"
         )
-    if not reward_funcs and environment_factory is None:
+    if not reward_funcs and not has_environments:
         raise UserError(
             f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a "
             "list"
         )
+
+
+def rows_for_environments(config: AdoraGRPOConfig) -> Dataset:
+    """Return the rows of a run whose environments say the problem themselves, when they are reset.
+
+    As in TRL their prompts are empty, and there are as many rows as a generation has prompts. Raises
+    `UserError` without `max_steps`, since nothing else says how long such a run is.
+    """
+    if config.max_steps <= 0:
+        raise UserError(
+            "train_dataset: None, so that environments say the problems, leaves the length of the "
+            "run open; set max_steps"
+        )
+    prompt = [{"role": "user", "content": ""}]
+    row_count = BatchLayout.of(config).prompts_per_generation
+    return Dataset.from_list([{"prompt": prompt}] * row_count)
 
 
 def _name_of_model(model: str | PreTrainedModel) -> str:

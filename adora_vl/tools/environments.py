@@ -48,9 +48,9 @@ class Environments:
     def __post_init__(self) -> None:
         """Build the first environment, and read from its class what the model may call.
 
-        Sets `name` (that of the class), `tools` (its public methods by name) and `give_rewards`
-        (whether it has `get_reward`). Raises `UserError` for a factory whose objects lack `reset`,
-        or have no method that could be a tool.
+        Sets `name` (that of the class), `tools` (its public methods by name, of which there may be
+        none) and `give_rewards` (whether it has `get_reward`). Raises `UserError` for a factory
+        whose objects lack `reset`, or have one that is async.
         """
         self.name = function_name(self.factory)  # for messages, until the class is known
         environment = self._build_instance(f"{ENVIRONMENT_KEY}: {self.name}")
@@ -66,27 +66,25 @@ class Environments:
                 f"{ENVIRONMENT_KEY}: {self.name} has no method reset(self, **row), which begins a "
                 "rollout"
             )
-        if not self.tools:
-            raise UserError(
-                f"{ENVIRONMENT_KEY}: {self.name} has no public method that a model could call"
-            )
-        for method_name in _HIDDEN_METHODS:
-            if inspect.iscoroutinefunction(methods.get(method_name)):
-                raise UserError(
-                    f"{ENVIRONMENT_KEY}: {self.name}.{method_name} is async; write a plain method"
-                )
+        if inspect.iscoroutinefunction(methods["reset"]):
+            raise UserError(f"{ENVIRONMENT_KEY}: {self.name}.reset is async; write a plain method")
+        self._awaits_reward = inspect.iscoroutinefunction(methods.get("get_reward"))
 
-    def reward_function(self) -> Callable[..., list[float | None]]:
+    def reward_function(self) -> Callable[..., Any]:
         """Return a reward function that asks each rollout's environment for its reward.
 
-        As in TRL it is named after the environments' class.
+        As in TRL it is named after the environments' class, and async if `get_reward` is.
         """
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [environment.get_reward() for environment in environments]
 
-        get_reward.__name__ = self.name
-        return get_reward
+        async def await_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+            return [await environment.get_reward() for environment in environments]
+
+        reward_function: Callable[..., Any] = await_reward if self._awaits_reward else get_reward
+        reward_function.__name__ = self.name
+        return reward_function
 
     def reset_for_groups(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, begins_generation: bool

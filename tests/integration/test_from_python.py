@@ -30,6 +30,7 @@ from adora_vl.preflight.request import (
     RunRequest,
     model_source,
     request_from_command,
+    rows_for_environments,
 )
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
@@ -536,6 +537,38 @@ def test_tools_rewards_and_environments_from_python_are_called_and_hashed(tmp_pa
         "tool area",
         "tool Board",
     }
+
+
+class Riddle:
+    """An environment without tools, which says the problem and judges the answer itself."""
+
+    def reset(self, **row):
+        """Return the problem."""
+        return "Say a number."
+
+    async def get_reward(self):
+        """Return the reward of the rollout, as one that asks a judge would."""
+        return 1.0
+
+
+def test_environments_may_say_the_problems_of_a_run_without_a_data_set(tmp_path):
+    """The rows have empty prompts, as many as a generation has problems. `max_steps` is needed."""
+    keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "use_vllm": True, "max_steps": 2}
+    args = AdoraGRPOConfig(str(tmp_path), **keys, per_device_train_batch_size=16)
+    rows = rows_for_environments(args)
+    source = ModelSource(model_args_from_python("tiny", args, None))
+    request = RunRequest(args, source, Datasets(rows), environment_factory=Riddle)
+    run = run_checks(request, RunContext.of_launch("ignore"))
+
+    assert run.rewards.entries == ("Riddle",)
+    assert run.data.rows == 16 / args.num_generations
+    assert run.data.train_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
+    with pytest.raises(UserError, match="train_dataset: None.*leaves the length of the run open"):
+        AdoraGRPOTrainer(
+            "tiny",
+            args=AdoraGRPOConfig(str(tmp_path), **{**keys, "max_steps": -1}),
+            environment_factory=Riddle,
+        )
 
 
 def test_an_environment_with_the_name_of_a_reward_function_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 refused.
 """
 
+import asyncio
 import random
 
 import numpy as np
@@ -140,9 +141,21 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     assert not first_rollout.environment.opened
 
 
-async def async_reward(self):
-    """Stands for a reward that has to be awaited."""
-    return 0.0
+async def async_method(self, **row):
+    """Stands for a method that has to be awaited, such as a reward that asks a judge."""
+    return 0.5
+
+
+def test_an_environment_may_have_no_tools_and_a_reward_that_is_awaited():
+    """It then says the problem and judges the answer, which the model gives in a single turn."""
+    members = {"reset": lambda self, **row: "Guess.", "get_reward": async_method}
+    environments = build_environments(type("Judged", (), members), seconds=5)
+    group = rollout_group(0, "")
+    (group,) = environments.reset_for_groups([group], 7, begins_generation=True)
+    assert environments.tools == {}
+    assert group.row["prompt"] == [{"role": "user", "content": "Guess."}]
+    played = [rollout.environment for rollout in group.rollouts]
+    assert asyncio.run(environments.reward_function()(environments=played)) == [0.5, 0.5]
 
 
 def environment_class_with(**methods):
@@ -164,12 +177,8 @@ def environment_class_with(**methods):
         (lambda: SHARED_ENVIRONMENT, "row r0: DoorsEnvironment is one object for two rollouts"),
         (lambda: 1 / 0, "<lambda>: it cannot be made: ZeroDivisionError"),
         (
-            type("Bare", (), {"reset": lambda self, **row: None}),
-            "Bare has no public method that a model could call",
-        ),
-        (
-            type("Late", (DoorsEnvironment,), {"get_reward": async_reward}),
-            "Late.get_reward is async; write a plain method",
+            type("Late", (DoorsEnvironment,), {"reset": async_method}),
+            "Late.reset is async; write a plain method",
         ),
         (
             environment_class_with(reset=lambda: str(random.SystemRandom().random())),
