@@ -89,6 +89,16 @@ from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import set_default_file_modes
 from adora_vl.utils.seeding import seeded_by_key
 
+_SAMPLING_REMEDY = "give tools, or override _generate_and_score_completions"
+# Methods of TRL's step that ours does not call, and what to do in place of overriding them.
+_REMEDY_BY_UNCALLED_METHOD = {
+    "_calculate_rewards": "give a function as reward_funcs",
+    "_generate": _SAMPLING_REMEDY,
+    "_get_tool_suffix_ids": _SAMPLING_REMEDY,
+    "_tokenize_prompts": "change the prompts of train_dataset",
+    "_tool_call_loop": _SAMPLING_REMEDY,
+}
+
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`.
@@ -112,6 +122,19 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     _seconds_of_step: float = 0.0
     # The values of `_step` at which the present generation is learned from, such as 4 to 7.
     _steps_of_generation: range = range(0)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise `UserError` for a subclass that overrides a method of TRL's that is never called.
+
+        The override would do nothing, and no error would say so.
+        """
+        super().__init_subclass__(**kwargs)
+        for name, remedy in _REMEDY_BY_UNCALLED_METHOD.items():
+            if getattr(cls, name) is not getattr(GRPOTrainer, name):
+                raise UserError(
+                    f"{cls.__name__}.{name}: a step calls no such method here, so it would do "
+                    f"nothing; {remedy}"
+                )
 
     def __init__(  # noqa: PLR0913  # the parameters of TRL's trainer
         self,

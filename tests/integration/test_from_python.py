@@ -94,6 +94,23 @@ def test_the_documented_lines_train_and_record(tmp_path):
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_calculate_rewards",
+        "_generate",
+        "_get_tool_suffix_ids",
+        "_tokenize_prompts",
+        "_tool_call_loop",
+    ],
+)
+def test_a_subclass_that_overrides_what_no_step_calls_is_refused(name):
+    """The override would change nothing, while that of a method which is called is taken."""
+    with pytest.raises(UserError, match=f"^Changed.{name}: a step calls no such method here"):
+        type("Changed", (AdoraGRPOTrainer,), {name: lambda self: None})
+    type("Taken", (AdoraGRPOTrainer,), {"_generate_and_score_completions": lambda self, rows: {}})
+
+
 EIGHT_ROWS = [
     {
         "prompt": [{"role": "user", "content": f"Which of {n}?"}],
