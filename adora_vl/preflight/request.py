@@ -172,8 +172,8 @@ def refuse_unsupported_arguments(
 def rows_for_environments(config: AdoraGRPOConfig) -> Dataset:
     """Return the rows of a run whose environments say the problem themselves, when they are reset.
 
-    As in TRL their prompts are empty, and there are as many rows as a generation has prompts. Raises
-    `UserError` without `max_steps`, since nothing else says how long such a run is.
+    As in TRL their prompts are empty, and there are as many rows as a generation has prompts.
+    Raises `UserError` without `max_steps`, since nothing else says how long such a run is.
     """
     if config.max_steps <= 0:
         raise UserError(

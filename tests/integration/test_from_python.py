@@ -573,9 +573,11 @@ def test_environments_may_say_the_problems_of_a_run_without_a_data_set(tmp_path)
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "use_vllm": True, "max_steps": 2}
     args = AdoraGRPOConfig(str(tmp_path), **keys, per_device_train_batch_size=16)
     rows = rows_for_environments(args)
-    source = ModelSource(model_args_from_python("tiny", args, None))
+    source = model_source(
+        "tiny", config=args, processor=None, peft_config=None, quantization_config=None
+    )
     request = RunRequest(args, source, Datasets(rows), environment_factory=Riddle)
-    run = run_checks(request, RunContext.of_launch("ignore"))
+    run = run_checks(request, RunContext.of_launch(args, "ignore"))
 
     assert run.rewards.entries == ("Riddle",)
     assert run.data.rows == 16 / args.num_generations
