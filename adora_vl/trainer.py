@@ -123,7 +123,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # The values of `_step` at which the present generation is learned from, such as 4 to 7.
     _steps_of_generation: range = range(0)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Raise `UserError` for a subclass that overrides a method of TRL's that is never called.
 
         The override would do nothing, and no error would say so.

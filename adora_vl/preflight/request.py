@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
@@ -257,7 +257,7 @@ def model_source(
     )
 
 
-def _check_quantisation(quantisation: Any) -> None:
+def _check_quantisation(quantisation: object) -> None:
     """Raise `UserError` for a quantisation that is not the one in which bases are kept.
 
     That is 4 bits of bitsandbytes with computation in bfloat16. float32, which a
@@ -265,7 +265,7 @@ def _check_quantisation(quantisation: Any) -> None:
 
     `quantisation`: a `BitsAndBytesConfig`, or any other config of Transformers.
     """
-    if not getattr(quantisation, "load_in_4bit", False):
+    if not isinstance(quantisation, BitsAndBytesConfig) or not quantisation.load_in_4bit:
         raise UserError(
             "quantization_config: only 4 bits are supported; give "
             "BitsAndBytesConfig(load_in_4bit=True)"

@@ -70,19 +70,19 @@ class Environments:
             raise UserError(f"{ENVIRONMENT_KEY}: {self.name}.reset is async; write a plain method")
         self._awaits_reward = inspect.iscoroutinefunction(methods.get("get_reward"))
 
-    def reward_function(self) -> Callable[..., Any]:
+    def reward_function(self) -> Callable[..., object]:
         """Return a reward function that asks each rollout's environment for its reward.
 
         As in TRL it is named after the environments' class, and async if `get_reward` is.
         """
 
-        def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        def get_reward(environments: Sequence[Any], **_: object) -> list[float | None]:
             return [environment.get_reward() for environment in environments]
 
-        async def await_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        async def await_reward(environments: Sequence[Any], **_: object) -> list[float | None]:
             return [await environment.get_reward() for environment in environments]
 
-        reward_function: Callable[..., Any] = await_reward if self._awaits_reward else get_reward
+        reward_function: Callable[..., object] = await_reward if self._awaits_reward else get_reward
         reward_function.__name__ = self.name
         return reward_function
 

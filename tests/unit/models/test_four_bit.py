@@ -93,7 +93,7 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
 
 
 def test_python_code_needs_no_dtype_beside_a_quantization_config(adora_home, tmp_path):
-    """As in TRL's examples of QLoRA. TRL's default, float32, is one that no base in 4 bits has."""
+    """TRL's examples of QLoRA have none. No base in 4 bits has TRL's default, which is float32."""
     trainer = AdoraGRPOTrainer(
         "tiny",
         reward_funcs="accuracy",
