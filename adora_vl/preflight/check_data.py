@@ -140,12 +140,22 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
-    """Raise `UserError` for `data_seed` with a streamed data set, which TRL shuffles by `seed`."""
-    seed = config.data_seed
-    if isinstance(dataset, IterableDataset) and seed is not None:
+    """Raise `UserError` for keys that do not go with a streamed data set.
+
+    It has no length, so `max_steps` has to say that of the run. TRL shuffles it by `seed`, so
+    `data_seed` would do nothing.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return
+    if config.max_steps <= 0:
         raise UserError(
-            f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
-            "load the data set whole"
+            f"max_steps: {config.max_steps}, but a streamed data set has no length that could end "
+            "the run; set it, or load the data set whole"
+        )
+    if config.data_seed is not None:
+        raise UserError(
+            f"data_seed: {config.data_seed}, but a streamed data set is shuffled by seed; set that "
+            "one, or load the data set whole"
         )
 
 

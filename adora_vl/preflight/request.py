@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
@@ -151,6 +151,12 @@ def refuse_unsupported_arguments(
             "rollout_func: a sampler of your own is not supported, because its rollouts have "
             "neither seeds nor log-probabilities that can be checked; use tools, or "
             "trl.GRPOTrainer"
+        )
+    if isinstance(train_dataset, DatasetDict | IterableDatasetDict) and train_dataset:
+        splits = [str(name) for name in train_dataset]
+        raise UserError(
+            f"train_dataset: has the splits {', '.join(splits)}; give one of them, such as "
+            f"dataset[{splits[0]!r}]"
         )
     lacks_rows = train_dataset is None and not has_environments
     is_no_data_set = train_dataset is not None and not isinstance(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import trl
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from PIL import Image
 from transformers import BitsAndBytesConfig, Gemma3Config, Qwen2Config
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -791,6 +791,14 @@ REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),
     ({"reward_funcs": "accurracy"}, "adora_reward: unknown preset 'accurracy'"),
     ({"train_dataset": [{"prompt": "a"}]}, "train_dataset: a list is no data set"),
+    (
+        {"train_dataset": DatasetDict(train=equal_rows(8), test=equal_rows(8))},
+        "train_dataset: has the splits train, test; give one of them, such as dataset['train']",
+    ),
+    (
+        {"train_dataset": equal_rows(8).to_iterable_dataset()},
+        "max_steps: -1, but a streamed data set has no length that could end the run; set it",
+    ),
     (
         {"train_dataset": Dataset.from_list([{"problem": "a"}] * 8)},
         "train_dataset: lacks the column 'prompt'",
