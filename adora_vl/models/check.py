@@ -129,9 +129,16 @@ def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
 def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for an argument of `from_pretrained` that nothing reads.
 
-    `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
-    `model_init_kwargs`.
+    `from_pretrained` would hand it to the model's class, which fails. The exception is
+    `torch_dtype`: TRL always gives a `dtype` too, float32 by default, which wins without a word.
+
+    `init_kwargs`: the run's `model_init_kwargs`.
     """
+    if "torch_dtype" in init_kwargs:
+        raise UserError(
+            f"model_init_kwargs: torch_dtype: {init_kwargs['torch_dtype']} is the older name of "
+            "dtype, and TRL lets dtype go before it; write dtype"
+        )
     # `from_pretrained` takes most of its arguments out of **kwargs (`kwargs.pop("revision",
     # None)`), so their names stand in its source and not in its signature.
     source = inspect.getsource(PreTrainedModel.from_pretrained)

@@ -449,6 +449,10 @@ REFUSED_COMMANDS: list[
         '--model_init_kwargs {"trust_remote_code":true}',
         "trust_remote_code: true: code that comes with a model",
     ),
+    (
+        '--model_init_kwargs {"torch_dtype":"bfloat16"}',
+        "model_init_kwargs: torch_dtype: bfloat16 is the older name of dtype",
+    ),
     ("--load_in_8bit true", "load_in_8bit: true is not supported; set load_in_4bit: true", "CDK"),
     (
         "--load_in_4bit true --dtype bfloat16",
