@@ -9,7 +9,6 @@ from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.record import trackers
-from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.optimizer_steps import SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
@@ -36,8 +35,6 @@ class CheckpointState:
     """TRL's metrics of the training since the last log, by name."""
     table: dict[str, Any]
     """TRL's table of completions."""
-    function_names: list[str]
-    """The names of the reward functions, after which TRL calls metrics and columns of the table."""
 
     def metadata(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
@@ -89,18 +86,7 @@ class CheckpointState:
         self.skip_bad_steps.bad_steps_in_a_row = manifest.get("bad_steps_in_a_row", 0)
         unfinished = self.unfinished_generation.load(checkpoint)
         if unfinished is not None:
-            trackers.restore_table(unfinished.table, self.table, self.function_names)
-        for saved_name, values in manifest.get("metrics", {}).items():
-            self.metrics[self._present_metric(saved_name)] = list(values)
+            trackers.restore_table(unfinished.table, self.table)
+        for name, values in manifest.get("metrics", {}).items():
+            self.metrics[name] = list(values)
         return unfinished
-
-    def _present_metric(self, name: str) -> str:
-        """Return what a saved metric is called now, since a reward may have been renamed since.
-
-        For example, `rewards/adora_reward/mean` is called `rewards/boxed_accuracy_reward/mean` now.
-        Metrics that are not of this form keep their names.
-        """
-        parts = name.split("/")
-        if parts[0] != "rewards" or len(parts) != 3:
-            return name
-        return "/".join([parts[0], current_column_name(parts[1], self.function_names), parts[2]])

@@ -403,7 +403,6 @@ class StepParts:
             skip_bad_steps=self.skip_bad_steps,
             metrics=trainer._metrics["train"],
             table=trainer._logs,
-            function_names=trainer.reward_func_names,
         )
 
     @cached_property

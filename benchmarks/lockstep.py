@@ -43,8 +43,7 @@ class DrawnLengths:
 
     def draw(self, rng: random.Random, rollouts: int) -> int:
         """Return the tokens of one group: its prompt and all of its rollouts."""
-        group = self.draw_group(rng, rollouts)
-        return group.prompt_tokens + group.completion_tokens
+        return self.draw_group(rng, rollouts).tokens(shares_prompt=True)
 
     def draw_group(self, rng: random.Random, rollouts: int) -> SubgroupSize:
         """Return the sizes of one group."""

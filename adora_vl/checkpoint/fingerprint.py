@@ -198,8 +198,6 @@ def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     For example: `beta: 0.0 -> 0.1`. The keys of this project come first, since the user has more
     likely set one of them.
     """
-    before = _with_current_reward_names(before)
-    now = _with_current_reward_names(now)
     all_keys = before.keys() | now.keys()
     different_keys = [key for key in all_keys if before.get(key) != now.get(key)]
     # False comes before True, so the keys of this project come first.
@@ -208,18 +206,6 @@ def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     for key in different_keys:
         lines.append(f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}")
     return lines
-
-
-def _with_current_reward_names(fingerprint: Fingerprint) -> Fingerprint:
-    """Return a fingerprint in which the rewards have their present names.
-
-    A checkpoint may have been saved when a reward had another name.
-    """
-    comparable = {**fingerprint}
-    for key in ("adora_reward", "reward_funcs"):
-        if key in fingerprint:
-            comparable[key] = json.dumps(normalize_reward_entries(json.loads(fingerprint[key])))
-    return comparable
 
 
 # The beginning of the name of an empty file by which the ranks recognise a shared folder.

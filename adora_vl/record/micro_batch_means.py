@@ -115,8 +115,7 @@ class MicroBatchMeans:
         count_by_name = {name: len(self._metrics.get(name, ())) for name in names}
         yield
         row_count = len(micro_batch["completion_mask"])
-        # A checkpoint of an earlier version has micro-batches without this number.
-        token_count = micro_batch.get("loss_tokens", row_count)
+        token_count = micro_batch["loss_tokens"]
         for name, count_before in count_by_name.items():
             if len(self._metrics.get(name, ())) > count_before:
                 value = self._metrics[name].pop()

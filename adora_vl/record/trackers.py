@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import messages_as_text
-from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.utils.errors import UserError
 
@@ -209,15 +208,11 @@ def _as_json_value(value: object) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection[str]) -> None:
+def restore_table(text: str, logs: Mapping[str, Any]) -> None:
     """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
     An empty text changes nothing: the checkpoint has no rows. A key of `_logs` has a column, or a
     dict of columns by their names.
-
-    `function_names`: the names of the run's reward functions. A checkpoint of an earlier version
-    may have another name for a reward's column, which is therefore translated. Otherwise the run's
-    column would stay empty, and TRL can make no table of unequal columns.
     """
     if not text:
         return
@@ -226,8 +221,7 @@ def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection
         _replace_rows(logs[key], rows_by_key[key])
     for key in _KEYS_OF_COLUMN_DICTS:
         for name, values in rows_by_key[key].items():
-            column_name = current_column_name(name, function_names) if key == "rewards" else name
-            _replace_rows(logs[key][column_name], values)
+            _replace_rows(logs[key][name], values)
 
 
 def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 An entry is a name, or a mapping of names to their options.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adora_vl.utils.convert import options_to_dict
@@ -11,8 +11,7 @@ from adora_vl.utils.own_files import name_without_file
 
 RewardEntry = str | Mapping[str, Any]
 JUDGE = "judge"
-# The current name of each reward that had another one before. Configs, checkpoints and records of
-# runs may have the older one.
+# The current name of each reward that had another one before. Configs may have the older one.
 _CURRENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
 # The options of a judge that say how it is reached, on which no score depends.
 _CONNECTION_OPTIONS = ("base_url", "concurrency")
@@ -31,19 +30,6 @@ class NamedReward(NamedTuple):
 def current_reward_name(name: str) -> str:
     """Return the current name of a reward; a name that is none of its older ones as it is."""
     return _CURRENT_NAME_BY_OLDER_NAME.get(name, name)
-
-
-def current_column_name(name: str, function_names: Collection[str]) -> str:
-    """Return the current name of a column of rewards, which a checkpoint may have by an older one.
-
-    TRL calls a column after its reward function. For example, `adora_reward` becomes
-    `boxed_accuracy_reward`, since the reward `adora` is called `boxed_accuracy` now.
-    `function_names`: those of the run, which stay as they are.
-    """
-    preset = name.removesuffix("_reward")
-    if name in function_names or preset == name:
-        return name
-    return f"{current_reward_name(preset)}_reward"
 
 
 def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:

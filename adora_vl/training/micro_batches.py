@@ -23,6 +23,7 @@ from adora_vl.training.batch_rows import RowReader, used_columns, without_paddin
 from adora_vl.training.micro_batch_memory import MicroBatchMemory, SubgroupSize, subgroup_sizes
 from adora_vl.training.rank_balance import (
     SubgroupExchange,
+    SubgroupMove,
     carry_out_moves,
     movable_columns,
     plan_moves,
@@ -132,33 +133,6 @@ def split_by_count(
     return split_evenly(positions, micro_batch_count)
 
 
-def tokens_of_subgroups(
-    prompt_lengths_B: Tensor,
-    completion_lengths_B: Tensor,
-    rows_per_subgroup: int,
-    *,
-    shares_prompt: bool,
-) -> list[int]:
-    """Return how many tokens the policy's pass has for each of U subgroups.
-
-    For example, a subgroup of two rows has a prompt of 10 tokens and completions of 3 and 5 tokens.
-    It has 18 tokens if the prompt is shared, else 28.
-
-    Args:
-        prompt_lengths_B: tokens of each row's prompt.
-        completion_lengths_B: tokens of each row's completion.
-        rows_per_subgroup: rows (R) of a subgroup, which are neighbours and have the same prompt.
-        shares_prompt: whether the prompt is computed once for a subgroup, not once for each row.
-    """
-    prompt_lengths_UR = prompt_lengths_B.view(-1, rows_per_subgroup)
-    prompt_tokens_U = prompt_lengths_UR.sum(dim=1)
-    if shares_prompt:
-        prompt_tokens_U = prompt_lengths_UR[:, 0]
-    completion_tokens_U = completion_lengths_B.view(-1, rows_per_subgroup).sum(dim=1)
-    tokens_by_subgroup: list[int] = (prompt_tokens_U + completion_tokens_U).tolist()
-    return tokens_by_subgroup
-
-
 def training_order(
     subgroups: Sequence[int], tokens_by_subgroup: Sequence[int], optimizer_steps: int, seed: str
 ) -> list[int]:
@@ -255,20 +229,21 @@ class MicroBatcher:
         # unfinished rollouts are left to later generations.
         filled_share = row_count / layout.rows_per_process
         has_signal = self._which_subgroups_have_signal(batch["advantages"])
+        rows_on_cpu = _rows_on_cpu(batch)
+        sizes = self._subgroup_sizes(rows_on_cpu)
         # Ranks exchange subgroups, so that each has about as many with signal as the others.
-        if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
-            batch, has_signal = self._rebalance(batch, has_signal)
-        rows_on_cpu = RowsOnCpu.of(
-            batch["prompt_ids"],
-            prompt_mask=batch["prompt_mask"],
-            completion_mask=batch["completion_mask"],
-            columns=dict[str, Any](batch),
-        )
-        subgroups = self._subgroups_to_learn_from(rows_on_cpu, has_signal, key)
+        moves = self._plan_moves(batch, has_signal, sizes)
+        if moves:
+            batch, has_signal = self._carry_out(moves, batch, has_signal)
+            rows_on_cpu = _rows_on_cpu(batch)
+            sizes = self._subgroup_sizes(rows_on_cpu)
+        subgroups = self._subgroups_to_learn_from(sizes, has_signal, key)
         self.log(
             "adora/skipped_groups", 1 - len(subgroups) / (row_count // layout.rows_per_subgroup)
         )
-        sizes_by_rank = self._sizes_by_rank(rows_on_cpu, subgroups)
+        sizes_by_rank: list[list[SubgroupSize]] = gather_object(
+            [[sizes[subgroup] for subgroup in subgroups]]
+        )
         # The plan has, for each micro-batch, the positions of its subgroups in the training order.
         # It is the same on all ranks.
         plan = plan_micro_batches(
@@ -291,7 +266,9 @@ class MicroBatcher:
                     filled_share=filled_share,
                 )
                 micro_batch["loss_tokens"] = sum(
-                    sizes[position].loss_tokens for sizes in sizes_by_rank for position in positions
+                    sizes_of_rank[position].loss_tokens
+                    for sizes_of_rank in sizes_by_rank
+                    for position in positions
                 )
             micro_batches.append(micro_batch)
         return micro_batches
@@ -309,7 +286,7 @@ class MicroBatcher:
         return flags
 
     def _subgroups_to_learn_from(
-        self, rows_on_cpu: RowsOnCpu, has_signal: Sequence[bool], key: str
+        self, sizes: Sequence[SubgroupSize], has_signal: Sequence[bool], key: str
     ) -> list[int]:
         """Return the numbers of this rank's subgroups to learn from, in the training order.
 
@@ -317,15 +294,13 @@ class MicroBatcher:
         equally many subgroups: as many as the rank that has most of them with signal. Collective.
 
         Args:
-            rows_on_cpu: the rows of this rank's generation.
+            sizes: the size of each subgroup of this rank.
             has_signal: for each subgroup, whether it has an advantage other than 0.
             key: names the position in the run, the same on all ranks.
         """
         optimizer_steps = self.layout.optimizer_steps_per_pass
         most_with_signal = max(gather_object([sum(has_signal)]))
-        tokens_by_subgroup = self._tokens_of_subgroups(
-            rows_on_cpu.prompt_mask.sum(dim=1), torch.tensor(rows_on_cpu.completion_lengths)
-        )
+        tokens_by_subgroup = self._tokens_of(sizes)
         # Every optimizer step needs at least one subgroup: an empty one would reduce no gradients.
         min_subgroups = max(most_with_signal, optimizer_steps)
         return training_order(
@@ -335,24 +310,18 @@ class MicroBatcher:
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
 
-    def _sizes_by_rank(
-        self, rows_on_cpu: RowsOnCpu, subgroups: Sequence[int]
-    ) -> list[list[SubgroupSize]]:
-        """Return for each rank the sizes of its subgroups in the training order. Collective.
-
-        Args:
-            rows_on_cpu: the copy of this rank's rows on the CPU.
-            subgroups: the numbers of this rank's subgroups, in the training order.
-        """
-        size_by_subgroup = subgroup_sizes(
+    def _subgroup_sizes(self, rows_on_cpu: RowsOnCpu) -> list[SubgroupSize]:
+        """Return the sizes of all subgroups of this rank."""
+        return subgroup_sizes(
             rows_on_cpu,
             self.layout.rows_per_subgroup,
             shares_vision=self.config.uses("share_vision"),
         )
-        sizes_by_rank: list[list[SubgroupSize]] = gather_object(
-            [[size_by_subgroup[subgroup] for subgroup in subgroups]]
-        )
-        return sizes_by_rank
+
+    def _tokens_of(self, sizes: Sequence[SubgroupSize]) -> list[int]:
+        """Return how many tokens the policy's pass has for each subgroup."""
+        shares_prompt = self.config.uses("share_prompt")
+        return [size.tokens(shares_prompt=shares_prompt) for size in sizes]
 
     def _choose_split(self, sizes_by_rank: Sequence[Sequence[SubgroupSize]]) -> SplitPositions:
         """Return the function that splits the subgroups of an optimizer step into micro-batches.
@@ -372,17 +341,6 @@ class MicroBatcher:
             split_by_count,
             max_micro_batches=layout.micro_batches_per_update,
             max_subgroups=max_subgroups,
-        )
-
-    def _tokens_of_subgroups(
-        self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor
-    ) -> list[int]:
-        """Return how many tokens the policy's pass has for each subgroup, from row lengths."""
-        return tokens_of_subgroups(
-            prompt_lengths_B,
-            completion_lengths_B,
-            rows_per_subgroup=self.layout.rows_per_subgroup,
-            shares_prompt=self.config.uses("share_prompt"),
         )
 
     def _micro_batch(
@@ -461,27 +419,26 @@ class MicroBatcher:
             return micro_batch.get("share_of_rows", 1.0)
         return 1.0
 
-    def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
-        """Move subgroups to other ranks if one rank would take longer than the others. Collective.
+    def _plan_moves(
+        self, batch: Batch, has_signal: Sequence[bool], sizes: Sequence[SubgroupSize]
+    ) -> list[SubgroupMove]:
+        """Return which subgroups move to another rank, since one rank would take too long.
 
         A subgroup is a group of rollouts, or an equal part of one. Every rank computes the same
-        plan of moves, from the tokens of all ranks' subgroups.
+        plan, from the tokens of all ranks' subgroups. It is empty where ranks do not exchange rows.
+        Collective.
 
         Args:
             batch: this rank's rows of the generation.
             has_signal: for each of its subgroups, whether it is to be learned from.
-
-        Returns:
-            The new batch of this rank, and for each of its subgroups whether it is to be learned
-            from. A subgroup that has moved away stays in the batch, and is not learned from here.
+            sizes: the size of each of its subgroups.
         """
-        tokens_by_subgroup = self._tokens_of_subgroups(
-            batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1)
-        )
+        if not self.config.uses("spread_signal") or self.accelerator.num_processes == 1:
+            return []
         # Only subgroups with signal move: their tokens by their numbers.
         tokens_with_signal = {
             subgroup: tokens
-            for subgroup, tokens in enumerate(tokens_by_subgroup)
+            for subgroup, tokens in enumerate(self._tokens_of(sizes))
             if has_signal[subgroup]
         }
         gathered = gather_object([(tokens_with_signal, movable_columns(batch))])
@@ -491,14 +448,22 @@ class MicroBatcher:
         # of the rank that gets them.
         ranks_have_same_columns = len(set(columns_by_rank)) == 1
         rows_can_move = columns_by_rank[0] is not None
-        moves = []
+        moves: list[SubgroupMove] = []
         if ranks_have_same_columns and rows_can_move:
             # Every optimizer step needs a subgroup of every rank.
             moves = plan_moves(tokens_by_rank, min_subgroups=self.layout.optimizer_steps_per_pass)
         subgroups_with_signal = sum(map(len, tokens_by_rank))
         self.log("adora/moved_groups", len(moves) / max(subgroups_with_signal, 1))
-        if not moves:
-            return batch, has_signal
+        return moves
+
+    def _carry_out(
+        self, moves: list[SubgroupMove], batch: Batch, has_signal: list[bool]
+    ) -> tuple[Batch, list[bool]]:
+        """Move subgroups between the ranks, with the arguments of `carry_out_moves`. Collective.
+
+        Returns the new batch of this rank, and for each of its subgroups whether it is to be learned
+        from. A subgroup that has moved away stays in the batch, and is not learned from here.
+        """
         return carry_out_moves(
             batch,
             has_signal=has_signal,
@@ -509,3 +474,13 @@ class MicroBatcher:
             pad_id=self.pad_id,
             exchange=self._subgroup_exchange,
         )
+
+
+def _rows_on_cpu(batch: Batch) -> RowsOnCpu:
+    """Return a copy on the CPU of what passes have to know of a batch's rows."""
+    return RowsOnCpu.of(
+        batch["prompt_ids"],
+        prompt_mask=batch["prompt_mask"],
+        completion_mask=batch["completion_mask"],
+        columns=dict[str, Any](batch),
+    )

@@ -34,15 +34,6 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 POOL_FILE_KIND = "pool"  # the files' kind in a checkpoint
-# Keys of the file that differ from the names of the fields here.
-_MIN_COMPLETE_KEY = "complete"
-_SIGNAL_SHARES_KEY = "signal"
-_WAITING_GROUPS_KEY = "groups"
-_PENDING_GENERATIONS_KEY = "coming"
-_SAMPLES_KEY = "ticket"
-_SEGMENTS_KEY = "spans"
-_SAW_TRAINER_IMAGES_KEY = "compared"
-_SEGMENT_NUMBER_KEY = "span"  # of a tool call
 
 # How many tokens each rollout of a group gets, by the group's number. None: rollouts are sampled to
 # their ends. For example, {0: None, 1: 250}.
@@ -77,10 +68,10 @@ class PendingGeneration:
             for result in self.samples.join()
         ]
         return {
-            "numbers": self.row_numbers,
+            "row_numbers": self.row_numbers,
             "groups": [_pack_group(group) for group in self.groups],
-            "limits": self.token_limits,
-            _SAMPLES_KEY: (self.samples.step, [_pack_segment(segment) for segment in segments]),
+            "token_limits": self.token_limits,
+            "samples": (self.samples.step, [_pack_segment(segment) for segment in segments]),
         }
 
     @classmethod
@@ -91,15 +82,15 @@ class PendingGeneration:
 
         `image_by_digest` has the pictures of the checkpoint.
         """
-        step, packed_segments = packed[_SAMPLES_KEY]
+        step, packed_segments = packed["samples"]
         results = [
             SamplingResult(tokens=tokens.tolist(), logps=list(_unpack_logps(logps) or ()))
             for tokens, logps in packed_segments
         ]
         return cls(
-            row_numbers=packed["numbers"],
+            row_numbers=packed["row_numbers"],
             groups=tuple(_unpack_group(group, image_by_digest) for group in packed["groups"]),
-            token_limits=packed["limits"],
+            token_limits=packed["token_limits"],
             samples=PendingSamples(step, lambda: results),
         )
 
@@ -108,9 +99,9 @@ class PendingGeneration:
 class PoolState:
     """What the pool of one rank remembers from one generation to the next.
 
-    It is immutable, and the pool replaces it. In a checkpoint it is a dict, of which some keys have
-    other names than the fields here. The rows of groups are left out there, since the data set has
-    them, and pictures are stored once by the digest of their content.
+    It is immutable, and the pool replaces it. In a checkpoint it is a dict with the fields' names.
+    The rows of groups are left out there, since the data set has them, and pictures are stored once
+    by the digest of their content.
     """
 
     drawn_problems: tuple[DrawnProblem, ...] = ()
@@ -150,15 +141,13 @@ class PoolState:
             for digest, image in image_by_digest.items()
         }
         content: dict[str, Any] = {
-            "drawn": [asdict(problem) for problem in self.drawn_problems],
-            _WAITING_GROUPS_KEY: [_pack_group(group) for group in self.waiting_groups],
-            _MIN_COMPLETE_KEY: self.min_complete_groups,
-            "lengths": self.recent_lengths,
-            _SIGNAL_SHARES_KEY: self.recent_signal_shares,
+            "drawn_problems": [asdict(problem) for problem in self.drawn_problems],
+            "waiting_groups": [_pack_group(group) for group in self.waiting_groups],
+            "min_complete_groups": self.min_complete_groups,
+            "recent_lengths": self.recent_lengths,
+            "recent_signal_shares": self.recent_signal_shares,
             "images": encoded_by_digest,
-            _PENDING_GENERATIONS_KEY: [
-                generation.pack() for generation in self.pending_generations
-            ],
+            "pending_generations": [generation.pack() for generation in self.pending_generations],
         }
         save_for_rank(folder, name=POOL_FILE_KIND, rank=rank, content=content)
 
@@ -193,22 +182,22 @@ class PoolState:
         if num_ranks_before != num_ranks:
             # Each earlier rank had its own drawn problems and pending generations. They do not fit
             # the present ranks. The problems come again in a later epoch.
-            content = {**content, "drawn": (), _PENDING_GENERATIONS_KEY: ()}
+            content = {**content, "drawn_problems": (), "pending_generations": ()}
         image_by_digest = {
             digest: _decode_image(encoded) for digest, encoded in content["images"].items()
         }
-        waiting = [_unpack_group(group, image_by_digest) for group in content[_WAITING_GROUPS_KEY]]
+        waiting = [_unpack_group(group, image_by_digest) for group in content["waiting_groups"]]
         pending = [
             PendingGeneration.unpack(generation, image_by_digest)
-            for generation in content[_PENDING_GENERATIONS_KEY]
+            for generation in content["pending_generations"]
         ]
         return cls(
             waiting_groups=tuple(waiting),
-            drawn_problems=tuple(_unpack_problem(problem) for problem in content["drawn"]),
+            drawn_problems=tuple(_unpack_problem(problem) for problem in content["drawn_problems"]),
             pending_generations=tuple(pending),
-            min_complete_groups=content[_MIN_COMPLETE_KEY],
-            recent_lengths=content["lengths"],
-            recent_signal_shares=content[_SIGNAL_SHARES_KEY],
+            min_complete_groups=content["min_complete_groups"],
+            recent_lengths=content["recent_lengths"],
+            recent_signal_shares=content["recent_signal_shares"],
         )
 
 
@@ -220,11 +209,11 @@ def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
 
     `content`: the dict that `PoolState.save` wrote.
     """
-    if content[_WAITING_GROUPS_KEY]:
+    if content["waiting_groups"]:
         return True
-    for generation in content[_PENDING_GENERATIONS_KEY]:
+    for generation in content["pending_generations"]:
         for group in generation["groups"]:
-            if any(rollout[_SEGMENTS_KEY] for rollout in group["rollouts"]):
+            if any(rollout["segments"] for rollout in group["rollouts"]):
                 return True
     return False
 
@@ -238,32 +227,20 @@ def _pack_group(group: RolloutGroup) -> dict[str, Any]:
     rollouts = [
         {
             # `step`: the optimizer step of the policy that sampled the segment.
-            _SEGMENTS_KEY: [
-                (*_pack_segment(segment), segment.step) for segment in rollout.segments
-            ],
+            "segments": [(*_pack_segment(segment), segment.step) for segment in rollout.segments],
             "finish_reason": str(rollout.finish_reason),
-            _SAW_TRAINER_IMAGES_KEY: rollout.saw_trainer_images,
+            "saw_trainer_images": rollout.saw_trainer_images,
             "pictures": [(picture.digest, picture.segment_number) for picture in rollout.pictures],
-            "calls": [_pack_call(call) for call in rollout.calls],
+            "calls": [asdict(call) for call in rollout.calls],
             "environment": rollout.environment,
         }
         for rollout in group.rollouts
     ]
-    return {"problem": asdict(group.problem), "began": group.start_generation, "rollouts": rollouts}
-
-
-def _pack_call(call: Call) -> dict[str, Any]:
-    """Return a tool call as a dict for a checkpoint; `_unpack_call` undoes it."""
-    packed = asdict(call)
-    packed[_SEGMENT_NUMBER_KEY] = packed.pop("segment_number")
-    return packed
-
-
-def _unpack_call(packed: Mapping[str, Any]) -> Call:
-    """Return the tool call that `_pack_call` wrote."""
-    fields = dict(packed)
-    segment_number = fields.pop(_SEGMENT_NUMBER_KEY)
-    return Call(**fields, segment_number=segment_number)
+    return {
+        "problem": asdict(group.problem),
+        "start_generation": group.start_generation,
+        "rollouts": rollouts,
+    }
 
 
 def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
@@ -302,7 +279,7 @@ def _unpack_group(
     for packed_rollout in packed_group["rollouts"]:
         segments = tuple(
             Segment(tokens=tuple(tokens.tolist()), logps=_unpack_logps(logps), step=step)
-            for tokens, logps, step in packed_rollout[_SEGMENTS_KEY]
+            for tokens, logps, step in packed_rollout["segments"]
         )
         pictures = tuple(
             Picture(digest=digest, image=image_by_digest[digest], segment_number=segment_number)
@@ -312,16 +289,16 @@ def _unpack_group(
             Rollout(
                 segments=segments,
                 finish_reason=FinishReason(packed_rollout["finish_reason"]),
-                saw_trainer_images=packed_rollout[_SAW_TRAINER_IMAGES_KEY],
+                saw_trainer_images=packed_rollout["saw_trainer_images"],
                 pictures=pictures,
-                calls=tuple(_unpack_call(call) for call in packed_rollout["calls"]),
+                calls=tuple(Call(**call) for call in packed_rollout["calls"]),
                 environment=packed_rollout["environment"],
             )
         )
     return RolloutGroup(
         problem=_unpack_problem(packed_group["problem"]),
         row=Row(),
-        start_generation=packed_group["began"],
+        start_generation=packed_group["start_generation"],
         rollouts=tuple(rollouts),
     )
 

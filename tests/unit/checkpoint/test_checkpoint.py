@@ -467,10 +467,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
 
 
 def test_a_reward_by_its_older_name_is_the_same_run():
-    """A reward counts as the same under `adora`, the older name of `boxed_accuracy`.
-
-    A checkpoint has the name that was current when it was saved.
-    """
+    """A reward counts as the same under `adora`, another name of `boxed_accuracy`."""
 
     def fingerprint_with_rewards(*rewards: str | dict[str, Any]) -> dict[str, str]:
         keys = AdoraScriptArguments(adora_reward=[*rewards])
@@ -478,22 +475,12 @@ def test_a_reward_by_its_older_name_is_the_same_run():
 
     now = fingerprint_with_rewards("boxed_accuracy")
     assert fingerprint_with_rewards("adora") == now
-    saved = {**now, "adora_reward": '["adora"]'}
-    assert fingerprint_differences(saved, now) == []
-    assert fingerprint_differences(saved, fingerprint_with_rewards("accuracy")) == [
+    assert fingerprint_differences(now, fingerprint_with_rewards("accuracy")) == [
         'adora_reward: ["boxed_accuracy"] -> ["accuracy"]'
     ]
-    rounding = fingerprint_with_rewards({"boxed_accuracy": {"rounding": True}})
-    assert (
-        fingerprint_differences(
-            {**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding
-        )
-        == []
-    )
-    # rewards that Python code passes in `reward_funcs` have the older name too
-    from_python = {"reward_funcs": '["adora", "mine"]'}
-    assert (
-        fingerprint_differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
+    rounding = {"rounding": True}
+    assert fingerprint_with_rewards({"adora": rounding}) == fingerprint_with_rewards(
+        {"boxed_accuracy": rounding}
     )
 
 

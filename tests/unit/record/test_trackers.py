@@ -201,7 +201,7 @@ def test_what_was_kept_comes_back():
     full["extra"]["mine"].extend([np.float32(0.5), {1, 2}])
     stale = empty_logs()
     stale["completion"].extend(["of another", "generation"])
-    restore_table(table_to_json(full), stale, ["accuracy"])
+    restore_table(table_to_json(full), stale)
     assert stale["prompt"] == full["prompt"]
     assert stale["completion"] == full["completion"]
     assert stale["advantages"] == full["advantages"]
@@ -209,24 +209,8 @@ def test_what_was_kept_comes_back():
     assert stale["rewards"]["accuracy"][0] == 1.0
     assert math.isnan(stale["rewards"]["accuracy"][1])
     assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
-    restore_table("", stale, ["accuracy"])
+    restore_table("", stale)
     assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"
-
-
-def test_rewards_of_a_table_come_back_under_the_names_of_today():
-    """A reward of ours that has another name since the checkpoint comes back under the new name.
-
-    TRL makes no table of columns of unequal lengths, and would fail at the next log.
-    """
-    saved = empty_logs()
-    saved["rewards"]["adora_reward"].extend([1.0, 0.1])
-    for function_name, expected in (
-        ("boxed_accuracy_reward", "boxed_accuracy_reward"),
-        ("adora_reward", "adora_reward"),  # a function of the user's
-    ):
-        restored = empty_logs()
-        restore_table(table_to_json(saved), restored, [function_name])
-        assert list(restored["rewards"]) == [expected]
 
 
 def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_path):

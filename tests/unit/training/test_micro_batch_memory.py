@@ -175,6 +175,13 @@ def test_the_planned_pass_is_that_of_the_dry_run():
     assert size == replace(dry_run_size, repeated_keys=dry_run_size.repeated_keys - 8)
 
 
+def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass() -> None:
+    """A subgroup counts its prompt once where the pass shares it, else once for each rollout."""
+    group = subgroup_of_lengths(3, (1, 4))
+    assert group.tokens(shares_prompt=True) == 3 + 5
+    assert group.tokens(shares_prompt=False) == 6 + 5
+
+
 def test_sizes_of_subgroups_by_hand():
     """The size of a subgroup is read from the masks, completion lengths and images of its rows.
 

@@ -25,7 +25,6 @@ from adora_vl.training.micro_batches import (
     plan_micro_batches,
     split_by_count,
     split_evenly,
-    tokens_of_subgroups,
     training_order,
 )
 from adora_vl.training.rank_balance import SubgroupMove, carry_out_moves, plan_moves
@@ -159,17 +158,6 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     last_of_each_step = plan[micro_batches - 1 :: micro_batches]
     assert all(last_of_each_step)
     assert max(map(len, plan)) <= max_subgroups
-
-
-def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass():
-    """A subgroup counts its prompt once where the pass shares it, else once for each rollout.
-
-    The two groups of two rollouts here have prompts of two and of three tokens.
-    """
-    prompts = torch.tensor([2, 2, 3, 3])
-    answers = torch.tensor([1, 4, 2, 2])
-    assert tokens_of_subgroups(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
-    assert tokens_of_subgroups(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
