@@ -159,7 +159,7 @@ class EngineChecker(EngineProbe):
                         "nats only",
                     )
                 engine.sync_weights()
-                drift = self.compare(check_name).drift
+                drift = self.compare(check_name)
         finally:
             engine.sync_weights()
         return agreement.check_drift(
@@ -203,7 +203,7 @@ class EngineChecker(EngineProbe):
         # TRL's own attribute
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
-        drift = self.compare("sleep").drift
+        drift = self.compare("sleep")
         return agreement.check_drift(
             SLEEP_CHECK, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY
         )

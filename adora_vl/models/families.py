@@ -173,13 +173,12 @@ def component_of(parameter_name: str) -> str:
     return LANGUAGE_MODEL
 
 
-def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
+def freeze(model: nn.Module, components: Iterable[str]) -> None:
     """Set `requires_grad=False` on every parameter of `components`.
 
-    Returns the number of parameter tensors by component. Raises `UserError` where a component has
-    no parameter in this model, instead of silently freezing nothing.
+    Raises `UserError` where a component has no parameter in this model, instead of silently
+    freezing nothing.
     """
-    frozen_counts: dict[str, int] = {}
     for component in components:
         parameters = [
             parameter
@@ -193,8 +192,6 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
             )
         for parameter in parameters:
             parameter.requires_grad_(False)
-        frozen_counts[component] = len(parameters)
-    return frozen_counts
 
 
 def trainable_components(model: nn.Module) -> frozenset[str]:

@@ -248,7 +248,6 @@ class FrozenBase:
         self.device = next(model.parameters()).device
         self._host_copies: list[torch.Tensor] = []  # made by the first `move_to_host`
         self.is_on_host = False
-        self.moves = 0  # the number of moves so far, both to the host and back
 
     def move_to_host(self) -> None:
         """Move the frozen parameters to pinned host memory, before the engine wakes up."""
@@ -262,7 +261,6 @@ class FrozenBase:
                 parameter.data = host_copy
             torch.cuda.empty_cache()
         self.is_on_host = True
-        self.moves += 1
 
     def move_to_device(self) -> None:
         """Move the frozen parameters back to the card, before the policy makes a pass."""
@@ -272,4 +270,3 @@ class FrozenBase:
             for parameter in self.frozen:
                 parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.is_on_host = False
-        self.moves += 1

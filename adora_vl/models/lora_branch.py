@@ -36,25 +36,22 @@ def untested_peft_notes() -> list[str]:
     ]
 
 
-def compute_branches_first(model: nn.Module) -> int:
+def compute_branches_first(model: nn.Module) -> None:
     """Compute the adapter's branch before the base product in the last product of each layer.
 
     Gradient checkpointing then need not compute that base product again. The layers are those of
-    the language model that have a plain adapter on a weight that is not quantised. Returns how many
-    were changed: none with a PEFT that was not tested, of which `untested_peft_notes` tell.
+    the language model that have a plain adapter on a weight that is not quantised. With a PEFT that
+    was not tested none is changed, of which `untested_peft_notes` tell.
     """
     if untested_peft_notes():
-        return 0
+        return
     from peft.tuners.lora.layer import Linear
 
-    changed_count = 0
     for name, module in model.named_modules():
         is_last = name.endswith(_LAST_PRODUCT_NAME) and component_of(name) == LANGUAGE_MODEL
         # A subclass, such as that of a base in 4 bits, has a forward of its own.
         if is_last and type(module) is Linear:
             compat.LORA_PRODUCT.install(partial(forward_branch_first, module), on=module)
-            changed_count += 1
-    return changed_count
 
 
 def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -24,23 +24,20 @@ ROTARY_BUFFER_NAME = "inv_freq"
 ModelsByRole = Mapping[str, nn.Module | None]
 
 
-def restore_buffers(model: nn.Module) -> list[str]:
+def restore_buffers(model: nn.Module) -> None:
     """Recompute every computed float buffer, such as rotary frequencies, from its module's config.
 
     A cast such as `model.to(torch.bfloat16)` may have rounded it. Two kinds of buffers stay as they
     are: persistent ones, which come from a checkpoint, and those of a module that needs more than
-    its config to be built. Returns the names of the buffers that changed.
+    its config to be built.
     """
-    restored_names = []
-    for name, buffer, expected_values in _computed_buffers(model):
+    for _, buffer, expected_values in _computed_buffers(model):
         if expected_values is None:  # the module needs more than its config to be built
             continue
         has_right_dtype = buffer.dtype == expected_values.dtype
         # `torch.equal` raises for tensors of two dtypes, so these are compared first.
         if not has_right_dtype or not torch.equal(buffer.cpu(), expected_values):
             buffer.data = expected_values.to(buffer.device)
-            restored_names.append(name)
-    return restored_names
 
 
 def describe_wrong_buffers(model: nn.Module) -> list[str]:

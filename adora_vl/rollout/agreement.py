@@ -6,10 +6,9 @@ rounding.
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.utils import gather_object
-from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     TrainerCallback,
@@ -199,14 +198,6 @@ def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = 
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
 
-class ProbeResult(NamedTuple):
-    """Sampled rollouts, and how far engine and policy differ on their tokens."""
-
-    drift: Drift
-    rollouts: SampledRollouts
-    policy_logps_BC: Tensor
-
-
 @dataclass
 class EngineProbe:
     """Compares the engine with the policy on some prompts. All ranks call every method together.
@@ -265,17 +256,16 @@ class EngineProbe:
         assert rollouts is not None
         return rollouts
 
-    def compare(self, check_name: str, prompts: Prompts | None = None) -> ProbeResult:
+    def compare(self, check_name: str, prompts: Prompts | None = None) -> Drift:
         """Sample rollouts, and return how far engine and policy differ on their tokens. Collective.
 
         The arguments are those of `sample`.
         """
         rollouts = self.sample(check_name, prompts=prompts)
         policy_logps_BC = self.engine_and_policy.policy_logps(rollouts)
-        drift = self.engine_and_policy.drift_over_ranks(
+        return self.engine_and_policy.drift_over_ranks(
             policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC
         )
-        return ProbeResult(drift, rollouts, policy_logps_BC)
 
     def check_agreement(self) -> list[Check]:
         """Send the weights to the engine, and check that both read and compute the same.
@@ -285,7 +275,7 @@ class EngineProbe:
         """
         self.engine_and_policy.sync_weights()
         try:
-            result = self.compare("cold")  # the name of the check, from which the seeds follow
+            drift = self.compare("cold")  # the name of the check, from which the seeds follow
         except OtherRankError as error:
             return [
                 skipped(PROMPTS_CHECK, f"on another rank: {error}"),
@@ -301,7 +291,7 @@ class EngineProbe:
         ids = self.prompts.ids
         return [
             passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens"),
-            check_drift(COLD_CHECK, result.drift, self.bound, remedy=DTYPE_REMEDY),
+            check_drift(COLD_CHECK, drift, self.bound, remedy=DTYPE_REMEDY),
         ]
 
     def check_distant_agreement(self) -> Check:
@@ -314,11 +304,11 @@ class EngineProbe:
             return skipped(
                 DISTANT_CHECK, "model and engine take no longer prompts (vllm_max_model_length)"
             )
-        result = self.compare("far", prompts)
+        drift = self.compare("far", prompts)
         first_position = min(gather_object([len(ids) for ids in prompts.ids]))
         return check_drift(
             DISTANT_CHECK,
-            result.drift,
+            drift,
             distant_bound(self.engine_and_policy),
             remedy=POSITIONS_REMEDY,
             note=f", answers from position {first_position} on",

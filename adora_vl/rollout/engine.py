@@ -72,7 +72,6 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_has_all_parameters = False  # whether a weight sync has sent every parameter
-        self.tensors_sent = 0  # the number of tensors that the last weight sync has sent
         self.bytes_sent = 0
         # As the config has them, without the bans that are added below. `_logprobs_mode` looks in
         # them for parameters that change the distribution.

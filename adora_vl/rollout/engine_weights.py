@@ -45,9 +45,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
     # weights, with an adapter merged into them
     adapter_settings: Mapping[str, Any] | None = None
     _engine_has_all_parameters: bool  # whether a weight sync has sent every parameter
-    # what the last weight sync has sent
-    tensors_sent: int
-    bytes_sent: int
+    bytes_sent: int  # by the last weight sync
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of the parameters that a weight sync sends to the engine.
@@ -109,13 +107,11 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
             # has left in their memory.
             zero_discarded_buffers(self.llm)
         if self.adapter_settings is not None:
-            self.tensors_sent = push_adapter(self.llm, self._tensors_to_send())
+            push_adapter(self.llm, self._tensors_to_send())
         else:
             # Sleep mode discards all weights, so each sync has to send all of them.
             is_whole_model = self.enable_sleep_mode or not self._engine_has_all_parameters
-            self.tensors_sent = push_weights(
-                self.llm, self._tensors_to_send(), is_whole_model=is_whole_model
-            )
+            push_weights(self.llm, self._tensors_to_send(), is_whole_model=is_whole_model)
         reset_caches(self.llm)
 
     def _sync_by_nccl(self) -> None:

@@ -62,11 +62,10 @@ def zero_discarded_buffers(llm: "LLM") -> None:
 
 def push_weights(
     llm: "LLM", tensors: Iterable[tuple[str, Tensor]], *, is_whole_model: bool = False
-) -> int:
-    """Load tensors into the engine, and return how many there were.
+) -> None:
+    """Load tensors into the engine one by one.
 
-    The tensors are loaded one by one, so that only one tensor of a sharded model is whole at a
-    time.
+    So only one tensor of a sharded model is whole at a time.
 
     Args:
         llm: the engine.
@@ -78,34 +77,17 @@ def push_weights(
     """
     runner = _model_runner(llm)
     if runner.device.type == "cpu":
-        return _push_to_cpu_engine(llm, tensors)
-    count = 0
+        # The CPU engine repacks its layers after loading, which only vLLM's `reload_weights` can
+        # undo. It keeps the tensors of a layer until all of them have come. By then the originals
+        # may have changed, so it gets copies.
+        copies = ((name, tensor.detach().clone()) for name, tensor in tensors)
+        runner.reload_weights(weights_iterator=copies)
+        return
     loaded_names: set[str] = set()
     for name, tensor in tensors:
         loaded_names |= runner.model.load_weights([(name, tensor)])
-        count += 1
     if is_whole_model:
         _refuse_incomplete_sync(runner.model, loaded_names)
-    return count
-
-
-def _push_to_cpu_engine(llm: "LLM", tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Load tensors into an engine on a CPU, and return how many there were.
-
-    The CPU engine repacks its layers after loading, which only vLLM's `reload_weights` can undo.
-    `reload_weights` keeps the tensors of a layer until all of them have come. By then the originals
-    may have changed, so it gets copies.
-    """
-    count = 0
-
-    def copies() -> Iterator[tuple[str, Tensor]]:
-        nonlocal count
-        for name, tensor in tensors:
-            count += 1
-            yield name, tensor.detach().clone()
-
-    _model_runner(llm).reload_weights(weights_iterator=copies())
-    return count
 
 
 def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
@@ -158,8 +140,8 @@ def adapter_tensors(policy: "PeftModel", gather: GatherParameters) -> Iterator[t
             yield f"{name}.lora_B.weight", factor_b.detach() * layer.scaling[ADAPTER_NAME]
 
 
-def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Replace the LoRA adapter in the engine, and return how many tensors it has.
+def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the LoRA adapter in the engine.
 
     `named_tensors` are those of `adapter_tensors`. Raises `RolloutError` where the engine has no
     layer for a part of the adapter. vLLM itself would ignore that part.
@@ -167,7 +149,6 @@ def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    tensors = dict(named_tensors)
     runner = _model_runner(llm)
     lora_config = runner.lora_manager.lora_config
     rank = lora_config.max_lora_rank
@@ -178,7 +159,7 @@ def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int
     adapter_id = llm.adapter.lora_int_id
     adapter = LoRAModel.from_lora_tensors(
         adapter_id,
-        tensors,
+        dict(named_tensors),
         # vLLM multiplies by alpha / r. The tensors have their scaling already, so it has to be 1.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
@@ -194,7 +175,6 @@ def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int
             f"the engine has no layer for {len(missing)} parts of the adapter, the first is "
             f"{missing[0]}; leave it out of lora_target_modules"
         )
-    return len(tensors)
 
 
 def _adapter_layers(policy: "PeftModel") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,8 @@ NAME] [--look NAME] [key=value ...]
 import argparse
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -71,7 +72,12 @@ class RecordingTrainer(AdoraGRPOTrainer):
         self.turns: list[int] = []
         self.first: dict[str, Any] = {}
         self.sent: list[int] = []
+        self.tensors_of_last_sync = 0
         super().__init__(*args, **kwargs)
+        if self.use_vllm:
+            self.vllm_generation._tensors_to_send = partial(
+                self._count_tensors, self.vllm_generation._tensors_to_send
+            )
         drift_guard = self.parts.generation_logps.drift_guard
         check = drift_guard.check_batch
 
@@ -100,8 +106,17 @@ class RecordingTrainer(AdoraGRPOTrainer):
         self.last_advantages = output["advantages"]
         self.own_lengths = loss_mask(cast("Batch", output)).sum(dim=1)
         if self.use_vllm:
-            self.sent.append(self.vllm_generation.tensors_sent)
+            self.sent.append(self.tensors_of_last_sync)
         return output
+
+    def _count_tensors(
+        self, tensors_to_send: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a weight sync sends, and count it."""
+        self.tensors_of_last_sync = 0
+        for named_tensor in tensors_to_send():
+            self.tensors_of_last_sync += 1
+            yield named_tensor
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """Return what the references of this batch stand for until the next batch is made."""

@@ -139,8 +139,9 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
     from peft import LoraConfig, get_peft_model
 
     checker = checker_of(trainer, rows)
-    before = checker.compare("before the adapter")
-    rollouts = before.rollouts
+    engine_and_policy = trainer.parts.engine_and_policy
+    rollouts = checker.sample("before the adapter")
+    logps_before_BC = engine_and_policy.policy_logps(rollouts)
     torch.manual_seed(0)
     adapted = get_peft_model(
         trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"])
@@ -149,12 +150,11 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    engine_and_policy = trainer.parts.engine_and_policy
     moved = engine_and_policy.drift_over_ranks(
-        engine_and_policy.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
+        engine_and_policy.policy_logps(rollouts), logps_before_BC, rollouts.mask_BC
     )
     trainer.vllm_generation.sync_weights()
-    gap = checker.compare("with the adapter").drift
+    gap = checker.compare("with the adapter")
     return {"moved": moved.mean, "gap": gap.largest}
 
 

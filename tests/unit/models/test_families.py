@@ -243,12 +243,11 @@ def test_one_key_freezes_one_part_and_no_other(subtests):
     for component in families.COMPONENTS:
         with subtests.test(component):
             model = build_random_tiny_model()
-            count_by_component = families.freeze(model, [component])
+            families.freeze(model, [component])
             frozen_names = []
             for name, parameter in model.named_parameters():
                 if not parameter.requires_grad:
                     frozen_names.append(name)
-            assert len(frozen_names) == count_by_component[component] > 0
             assert {families.component_of(name) for name in frozen_names} == {component}
             other_components = frozenset(families.COMPONENTS) - {component}
             assert families.trainable_components(model) == other_components

@@ -240,8 +240,8 @@ def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the
         lambda llm: SimpleNamespace(lora_manager=lora_worker, get_model=object),
     )
     sent = weight_sync.adapter_tensors(policy, lambda parameters: nullcontext())
-    count = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), sent)
-    assert count == 2 * len(lora_layers) == len(received)
+    weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), sent)
+    assert len(received) == 2 * len(lora_layers)
     scalings = set()
     for name, layer in lora_layers.items():
         assert torch.equal(layer.lora_B["default"].weight, values_before[name]), (
@@ -273,9 +273,8 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
         "level 2 would discard what no sync brings back"
     )
     assert not llm.frozen_base.is_on_host
-    assert llm.frozen_base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)
-    assert llm.frozen_base.is_on_host, "it stays away as long as the engine is awake"
-    assert llm.frozen_base.moves == 3, "it stays away as long as the engine is awake"
+        assert llm.frozen_base.is_on_host, "it stays away as long as the engine is awake"
+    assert llm.frozen_base.is_on_host

@@ -88,10 +88,9 @@ class FakeVLLMCalls:
         """Record which memory comes back: that of the weights, or of the caches."""
         self.names.append(f"wake {tags[0]}")
 
-    def push_weights(self, *_: object, **__: object) -> int:
-        """Record that the engine gets weights, and return the number of tensors."""
+    def push_weights(self, *_: object, **__: object) -> None:
+        """Record that the engine gets weights."""
         self.names.append("sync")
-        return 1
 
     def zero_discarded_buffers(self, llm: object) -> None:
         """Record that buffers which sleep has discarded are filled with zeros."""

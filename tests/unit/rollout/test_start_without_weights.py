@@ -105,8 +105,7 @@ def test_after_the_first_sync_an_engine_equals_one_that_read_the_checkpoint(
             with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
                 push_weights(llm_with_model(model), iter(incomplete), is_whole_model=True)
         load_dummy_values(self, model, config)
-        sent_count = push_weights(llm_with_model(model), iter(policy_tensors), is_whole_model=True)
-        assert sent_count == len(policy_tensors)
+        push_weights(llm_with_model(model), iter(policy_tensors), is_whole_model=True)
 
     monkeypatch.setattr(FirstSyncLoader, "load_weights", fill_and_sync)
     engine_with_sync = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)

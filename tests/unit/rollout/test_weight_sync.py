@@ -82,7 +82,7 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
             runner = FakeRunner(device, events)
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
-            assert push_weights(llm, gathered()) == len(NAMES)
+            push_weights(llm, gathered())
             assert events == [
                 event for name in NAMES for event in (f"gather {name}", f"engine takes {name}")
             ]
