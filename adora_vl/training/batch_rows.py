@@ -282,28 +282,6 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     return _join_images(joined_columns)
 
 
-def chosen_groups(
-    batch: Batch, refill_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
-) -> Batch:
-    """Return a batch of chosen groups of a batch and its refill, padded to the wider of the two.
-
-    For example, the batch has the groups 0 and 1 of two rows, and the refill has 2 and 3. The
-    groups 1 and 2 are then the last two rows of the batch, and the first two of the refill.
-
-    `num_items_in_batch` is kept from the batch and is wrong for the result: it is a sum over all
-    ranks, which the caller has to compute again.
-
-    Args:
-        batch: its n groups have the numbers from 0 to n - 1.
-        refill_batch: groups that were sampled to replace some, with the numbers from n on.
-        group_numbers: numbers of the chosen groups.
-        group_size: rows of a group.
-        pad_id: the token that fills shorter rows.
-    """
-    rows = [group * group_size + member for group in group_numbers for member in range(group_size)]
-    return RowReader(concat_rows(batch, refill_batch, pad_id)).take(rows)
-
-
 def _has_one_ratio_per_rollout(batch: Batch) -> bool:
     """Return whether the importance ratio to the engine, if any, is (B, 1) and not (B, C).
 

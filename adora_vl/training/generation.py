@@ -9,7 +9,6 @@ from typing import Any
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, StepKey
 from adora_vl.training.advantages import GroupAssessment
-from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row
 
@@ -72,66 +71,3 @@ class ScoredGroups:
     batch: Batch
     facts: RolloutFacts
     assessment: GroupAssessment
-
-    def exchange_groups(
-        self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]], pad_id: int, rank: int
-    ) -> ScoredGroups:
-        """Return the groups that are chosen among these and those of a refill.
-
-        For example, if this rank has the groups 0 and 1, and the refill has 2 and 3, the choice
-        [0, 3] replaces group 1 by group 3. In the result `assessment` is still the old one, which
-        the caller replaces.
-
-        Args:
-            refill: groups of further problems, which replace groups without signal.
-            chosen_by_rank: for each rank the numbers of its chosen groups. A rank's n groups in
-                `self` have the numbers 0 to n - 1, and those in `refill` the numbers from n on.
-            pad_id: the token that fills shorter rows.
-            rank: the number of this process.
-        """
-        group_size = len(self.groups[0].rollouts)
-        batch = chosen_groups(
-            self.batch,
-            refill_batch=refill.batch,
-            group_numbers=chosen_by_rank[rank],
-            group_size=group_size,
-            pad_id=pad_id,
-        )
-        groups_of_rank = [*self.groups, *refill.groups]
-        # The facts are those of all ranks' rollouts, unlike groups and batch.
-        chosen_rollouts: list[int] = []
-        for group in self._groups_in_joined_facts(refill, chosen_by_rank):
-            chosen_rollouts += range(group * group_size, (group + 1) * group_size)
-        return replace(
-            self,
-            groups=[groups_of_rank[number] for number in chosen_by_rank[rank]],
-            batch=batch,
-            facts=self.facts.append(refill.facts).select(chosen_rollouts),
-        )
-
-    def _groups_in_joined_facts(
-        self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """Return the indices that the chosen groups of all ranks have in the joined facts.
-
-        The joined facts have first the groups of `self`, rank by rank, then those of `refill`, rank
-        by rank. Every rank has equally many groups in each of the two. For example, of two ranks
-        with 2 groups and 1 refill group each, which choose [0, 2] and [0, 1], the indices are 0, 4,
-        2 and 3.
-
-        `chosen_by_rank`: for each rank the numbers that its chosen groups have on that rank, as in
-        `exchange_groups`.
-        """
-        groups_per_rank = len(self.groups)
-        refill_groups_per_rank = len(refill.groups)
-        first_of_refill = groups_per_rank * len(chosen_by_rank)
-        numbers_in_facts = []
-        for rank, chosen_groups_of_rank in enumerate(chosen_by_rank):
-            for number in chosen_groups_of_rank:
-                if number < groups_per_rank:
-                    numbers_in_facts.append(rank * groups_per_rank + number)
-                else:
-                    number_in_refill = number - groups_per_rank
-                    first_of_rank = first_of_refill + rank * refill_groups_per_rank
-                    numbers_in_facts.append(first_of_rank + number_in_refill)
-        return numbers_in_facts

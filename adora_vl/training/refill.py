@@ -4,12 +4,13 @@ A group has signal if its rollouts' rewards differ (arXiv 2503.14476).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accelerate.utils import gather_object
 
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.batch_rows import RowReader, concat_rows
 from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.pool import Pool
@@ -87,7 +88,7 @@ class Refill:
                 continue
             chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill_groups.assessment)
             replaced_count += count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
-            scored_groups = self._exchange(
+            scored_groups = self.exchange_groups(
                 generation, scored_groups, refill_groups, chosen_by_rank=chosen_by_rank
             )
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
@@ -96,7 +97,7 @@ class Refill:
         pool.record_trained_batch(scored_groups.batch, completion_lengths)
         return scored_groups
 
-    def _exchange(
+    def exchange_groups(
         self,
         generation: Generation,
         scored_groups: ScoredGroups,
@@ -106,7 +107,10 @@ class Refill:
     ) -> ScoredGroups:
         """Return the groups that are chosen from a generation and its refill, assessed anew.
 
-        Advantages may depend on all groups of a batch, so the old assessments do not hold any more.
+        For example, if this rank has the groups 0 and 1, and the refill has 2 and 3, the choice
+        [0, 3] replaces group 1 by group 3. Advantages may depend on all groups of a batch, so the
+        old assessments do not hold any more. `num_items_in_batch` of the batch is still the old
+        one: a sum over all ranks, which is computed again when the advantages are final.
 
         Args:
             generation: the present one.
@@ -114,16 +118,56 @@ class Refill:
             refill_groups: this rank's groups of further problems, with the numbers from n on.
             chosen_by_rank: for each rank the numbers of the groups to learn from.
         """
-        chosen_groups = scored_groups.exchange_groups(
-            refill_groups,
-            chosen_by_rank=chosen_by_rank,
-            pad_id=self.context.pad_id,
-            rank=self.context.accelerator.process_index,
+        group_size = generation.group_size
+        chosen_groups = chosen_by_rank[self.context.accelerator.process_index]
+        batch = concat_rows(scored_groups.batch, refill_groups.batch, self.context.pad_id)
+        groups_of_rank = [*scored_groups.groups, *refill_groups.groups]
+        # The facts are those of all ranks' rollouts, unlike groups and batch.
+        groups_in_facts = _groups_in_joined_facts(
+            chosen_by_rank,
+            groups_per_rank=len(scored_groups.groups),
+            refill_groups_per_rank=len(refill_groups.groups),
         )
-        assessment = self.advantage_computer.assess(
-            chosen_groups.facts, generation.group_size, generation.key.step
+        all_facts = scored_groups.facts.append(refill_groups.facts)
+        facts = all_facts.select(_rows_of_groups(groups_in_facts, group_size))
+        return ScoredGroups(
+            groups=[groups_of_rank[number] for number in chosen_groups],
+            batch=RowReader(batch).take(_rows_of_groups(chosen_groups, group_size)),
+            facts=facts,
+            assessment=self.advantage_computer.assess(facts, group_size, generation.key.step),
         )
-        return replace(chosen_groups, assessment=assessment)
+
+
+def _rows_of_groups(groups: Sequence[int], group_size: int) -> list[int]:
+    """Return the numbers of the rows of groups: (0, 2) with groups of two are 0, 1, 4, 5."""
+    return [group * group_size + member for group in groups for member in range(group_size)]
+
+
+def _groups_in_joined_facts(
+    chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int, refill_groups_per_rank: int
+) -> list[int]:
+    """Return the indices that the chosen groups of all ranks have in the joined facts.
+
+    The joined facts have first the groups of the generation, rank by rank, then those of the
+    refill, rank by rank. For example, of two ranks with 2 groups and 1 refill group each, which
+    choose [0, 2] and [0, 1], the indices are 0, 4, 2 and 3.
+
+    Args:
+        chosen_by_rank: for each rank the numbers of its chosen groups.
+        groups_per_rank: groups of the generation that each rank has.
+        refill_groups_per_rank: groups of the refill that each rank has.
+    """
+    first_of_refill = groups_per_rank * len(chosen_by_rank)
+    numbers_in_facts = []
+    for rank, chosen_groups in enumerate(chosen_by_rank):
+        for number in chosen_groups:
+            if number < groups_per_rank:
+                numbers_in_facts.append(rank * groups_per_rank + number)
+            else:
+                number_in_refill = number - groups_per_rank
+                first_of_rank = first_of_refill + rank * refill_groups_per_rank
+                numbers_in_facts.append(first_of_rank + number_in_refill)
+    return numbers_in_facts
 
 
 def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:

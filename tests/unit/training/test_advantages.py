@@ -42,9 +42,10 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAssessment
-from adora_vl.training.generation import ScoredGroups, UnscoredGroups
+from adora_vl.training.generation import Generation, ScoredGroups, UnscoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.refill import Refill
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import fill_slots
 from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
@@ -320,11 +321,19 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             chosen = fill_slots(
                 batch.assessment.signal_of(0), refill.assessment.signal_of(0), slots=8
             )
-            joined = batch.exchange_groups(refill, [chosen], pad_id=0, rank=0)
+            no_part: Any = None
+            replacement = Refill(
+                context=context,
+                pool=no_part,
+                generation_sampler=no_part,
+                advantage_computer=refilled,
+            )
+            generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
+            joined = replacement.exchange_groups(generation, batch, refill, chosen_by_rank=[chosen])
             first_rows = torch.tensor([group % 8 for group in chosen]).repeat_interleave(4) * 4
             rows = first_rows + torch.arange(4).repeat(8)
             assert torch.equal(joined.batch["prompt_ids"][:, 0], rows)
-            learned = refilled.compute(refilled.assess(joined.facts, group_size=4, step=0))
+            learned = refilled.compute(joined.assessment)
             expected = whole.compute(scored(whole, [with_signal] * 8).assessment)
             assert torch.equal(learned.final_PG, expected.final_PG)
             assert expected.final_PG.any()

@@ -284,10 +284,10 @@ def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     assert fill_slots(has_signal, refill_has_signal, slots) == groups
 
 
-def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
-    """A batch and a further one become one batch of the groups 0, 1 and 4, of one rollout each.
+def test_rows_of_two_batches_are_padded_to_the_wider():
+    """A batch and a further one become one batch, of which the rows 0, 1 and 4 are taken.
 
-    Groups 0 and 1 are the first batch's, which has three. So 4 is the second one of the further
+    Rows 0 and 1 are the first batch's, which has three. So 4 is the second one of the further
     batch. Its completion has one token, and is padded to the four of the first batch.
     """
     batch = batch_of_three_rollouts()
@@ -301,9 +301,8 @@ def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
     further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
     further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
     further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
-    chosen = batch_rows.chosen_groups(
-        batch, further, group_numbers=[0, 1, 4], group_size=1, pad_id=77
-    )
+    joined = batch_rows.concat_rows(batch, further, pad_id=77)
+    chosen = batch_rows.RowReader(joined).take([0, 1, 4])
 
     assert chosen["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
     assert chosen["completion_ids"].tolist()[2] == [4, 77, 77, 77]
