@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,16 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = TRL_
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)
 
 
+def _standard_deviation(rewards: Tensor, scale: str) -> Tensor:
+    """Return the standard deviation of each group, or of all rewards with `scale` `batch`.
+
+    A group is the last dimension, which has size 1 in the result.
+    """
+    if scale == "batch":
+        return nan_standard_deviation(rewards.flatten(), torch.nanmean(rewards))
+    return nan_standard_deviation(rewards, torch.nanmean(rewards, dim=-1, keepdim=True))
+
+
 def _normalise(rewards: Tensor, scale: str, eps: float) -> Tensor:
     """Return the rewards minus the mean of their group, divided as TRL's `scale_rewards` says.
 
@@ -80,19 +90,21 @@ def _normalise(rewards: Tensor, scale: str, eps: float) -> Tensor:
             all rewards, and `none` does not divide.
         eps: added to the standard deviation, so that no division is by 0.
     """
-    group_mean = torch.nanmean(rewards, dim=-1, keepdim=True)
-    divisor = torch.ones(())
-    if scale == "group":
-        divisor = nan_standard_deviation(rewards, group_mean) + eps
-    elif scale == "batch":
-        divisor = nan_standard_deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
-    return (rewards - group_mean) / divisor
+    centred = rewards - torch.nanmean(rewards, dim=-1, keepdim=True)
+    return centred if scale == "none" else centred / (_standard_deviation(rewards, scale) + eps)
+
+
+class TrlAdvantages(NamedTuple):
+    """The advantages of TRL, and the standard deviation of the rewards that it logs."""
+
+    advantages_PG: Tensor
+    deviation: Tensor  # of each group, (P, 1), or of all rollouts, with one value
 
 
 def compute_trl_advantages(
     rewards_PGF: Tensor, weights_F: Tensor, *, scale: str, sums_rewards: bool
-) -> Tensor:
-    """Compute the advantages as TRL's `_generate_and_score_completions` does: (P, G).
+) -> TrlAdvantages:
+    """Compute the advantages as TRL's `_generate_and_score_completions` does.
 
     There are P groups of G rollouts, and F reward functions.
 
@@ -109,6 +121,7 @@ def compute_trl_advantages(
         # The rollouts of a group have to be the last dimension.
         rewards_PFG = rewards_PGF.transpose(1, 2)
         summands_PGF = _normalise(rewards_PFG, "group", TRL_EPS).transpose(1, 2)
+        scale = "batch"
     sums_PG = (summands_PGF * weights_F.to(rewards_PGF.device)).nansum(dim=2)
     # `nansum` gives 0 where no function scored a rollout. NaN keeps it out of the means below.
     is_unscored_PG = torch.isnan(rewards_PGF).all(dim=2)
@@ -119,7 +132,10 @@ def compute_trl_advantages(
         # To normalise by batch is to normalise by group with the whole batch as one group.
         batch_as_one_group = sums_PG.view(1, -1)
         advantages_PG = _normalise(batch_as_one_group, "group", TRL_EPS).view_as(sums_PG)
-    return torch.nan_to_num(advantages_PG, nan=0.0)
+    return TrlAdvantages(
+        advantages_PG=torch.nan_to_num(advantages_PG, nan=0.0),
+        deviation=_standard_deviation(sums_PG, scale),
+    )
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:

@@ -97,15 +97,22 @@ class AdvantagePipeline:
             has_signal_P = method.groups_with_signal(groups, has_signal_P, self)
         return has_signal_P & groups.has_reward_PG.any(dim=1)
 
-    def compute_advantages(self, groups: Groups, trl_advantages_PG: Tensor) -> Tensor:
+    def compute_advantages(
+        self, groups: Groups, trl_advantages_PG: Tensor, weighting: AdoraWeighting
+    ) -> Tensor:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
         Call it once in a generation, with exactly the groups that are learned from. Some methods
         weigh a group by the other groups, and DARO updates its weights at each call. The call also
         sets `weighting`, `learning_rate_factor` and `metrics`.
+
+        Args:
+            groups: the groups that are learned from.
+            trl_advantages_PG: TRL's advantages.
+            weighting: what `weigh` returns for the groups.
         """
-        self.weighting = self.weigh(groups)
-        self.learning_rate_factor = self.weighting.learning_rate_factor
+        self.weighting = weighting
+        self.learning_rate_factor = weighting.learning_rate_factor
         self.metrics = {}
         if self.adora_options.assign == "rate":
             self.metrics["rate_scale"] = self.learning_rate_factor

@@ -22,6 +22,7 @@ from adora_vl.rollout.agreement import (
     EngineProbe,
 )
 from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
+from adora_vl.rollout.importance import drift_over_ranks
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -183,8 +184,8 @@ class EngineChecker(EngineProbe):
         for scale in NOISE_SCALES:
             set_noise(scale)
             logps_BC = self.engine_and_policy.policy_logps(rollouts)
-            policy_change = self.engine_and_policy.drift_over_ranks(
-                logps_BC, logps_before_BC, rollouts.mask_BC
+            policy_change = drift_over_ranks(
+                self.engine_and_policy.accelerator, logps_BC, logps_before_BC, rollouts.mask_BC
             ).mean
             if policy_change > max(3 * self.bound, MIN_POLICY_CHANGE):
                 break

@@ -164,5 +164,5 @@ class MetricsLogger:
             self._log_metrics(self.metrics_by_mode["train"], assessment, facts)
         for name, value in learned_metrics(advantages).items():
             self.log(name, value)
-        self.tie_notice.count(advantages.weighting)
+        self.tie_notice.count(advantages.assessment.weighting)
         self.recorder.add_final_advantages(batch, advantages, self.table)

@@ -205,7 +205,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         values_by_column = {
             "advantage_raw": trl_advantages_PG.flatten(),
             "advantage": advantages.final_PG.flatten(),
-            "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
+            "weight": advantages.assessment.weighting.weights_P.repeat_interleave(group_size),
         }
         for name, values_N in values_by_column.items():
             value_by_rollout_number = dict(

@@ -22,7 +22,7 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.models.precision import dtype_name
 from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
 from adora_vl.rollout.engine_settings import training_dtype
-from adora_vl.rollout.importance import Drift
+from adora_vl.rollout.importance import Drift, drift_over_ranks
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
@@ -263,8 +263,11 @@ class EngineProbe:
         """
         rollouts = self.sample(check_name, prompts=prompts)
         policy_logps_BC = self.engine_and_policy.policy_logps(rollouts)
-        return self.engine_and_policy.drift_over_ranks(
-            policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC
+        return drift_over_ranks(
+            self.engine_and_policy.accelerator,
+            policy_logps_BC,
+            rollouts.logps_BC,
+            rollouts.mask_BC,
         )
 
     def check_agreement(self) -> list[Check]:

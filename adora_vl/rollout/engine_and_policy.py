@@ -14,7 +14,6 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.importance import Drift, drift_sums, merge_drift_sums
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler, VLLMSampler
 from adora_vl.types import Batch, StepContext
@@ -192,16 +191,3 @@ class EngineAndPolicy:
         )
         with keeping_random_state(), no_checkpointing:
             return self.context.policy_logps(rollouts.batch)
-
-    def drift_over_ranks(
-        self, logps_BC: Tensor, reference_logps_BC: Tensor, mask_BC: Tensor
-    ) -> Drift:
-        """Return how far two tensors of log-probabilities differ, over all ranks. Collective.
-
-        Args:
-            logps_BC: log-probabilities of B rollouts of this rank.
-            reference_logps_BC: those that they are compared with.
-            mask_BC: 1 at the tokens that count.
-        """
-        sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
-        return merge_drift_sums(self.accelerator.gather(sums_3[None]))

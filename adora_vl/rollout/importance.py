@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from adora_vl.types import Batch, StepContext, loss_mask
@@ -77,6 +78,22 @@ def merge_drift_sums(sums_R3: Tensor) -> Drift:
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
     mean = sum(totals) / max(sum(counts), 1)
     return Drift(mean=mean, largest=max(largest), tokens=int(sum(counts)))
+
+
+def drift_over_ranks(
+    accelerator: Accelerator, logps_BC: Tensor, reference_logps_BC: Tensor, mask_BC: Tensor
+) -> Drift:
+    """Return how far two tensors of log-probabilities differ, over all ranks. Collective.
+
+    Args:
+        accelerator: that of the trainer.
+        logps_BC: the policy's log-probabilities of B rollouts of this rank.
+        reference_logps_BC: those that they are compared with.
+        mask_BC: 1 at the tokens that count.
+    """
+    # The sums of ranks can be merged, unlike their means.
+    sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
+    return merge_drift_sums(accelerator.gather(sums_3[None]))
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str) -> str:

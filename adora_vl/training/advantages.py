@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
-from adora_vl.advantage.grpo import compute_trl_advantages, is_constant, nan_standard_deviation
+from adora_vl.advantage.grpo import compute_trl_advantages, is_constant
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.types import StepContext
@@ -38,18 +38,13 @@ class GroupAssessment:
     num_ranks: int
     """Processes. Each has equally many of the groups."""
 
-    def signal_of(self, rank: int) -> list[bool]:
-        """Return whether each group of a rank has signal, that is, an advantage other than 0.
+    @property
+    def has_signal_by_rank(self) -> Tensor:
+        """Which groups of each rank have signal, bool, (ranks, groups of a rank).
 
-        `has_signal_P` has the groups of the first rank, then of the second, and so on. For example,
-        of 6 groups on 3 ranks, rank 1 has the groups 2 and 3.
+        `has_signal_P` has the groups of the first rank, then of the second, and so on.
         """
-        groups_per_rank, remainder = divmod(len(self.has_signal_P), self.num_ranks)
-        assert remainder == 0, "every rank has equally many whole groups"
-        first_group = rank * groups_per_rank
-        has_signal_of_rank = self.has_signal_P[first_group : first_group + groups_per_rank]
-        flags: list[bool] = has_signal_of_rank.tolist()
-        return flags
+        return self.has_signal_P.view(self.num_ranks, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +52,6 @@ class Advantages:
     """The final advantages of all ranks' groups that the loss uses: P groups of G rollouts."""
 
     assessment: GroupAssessment
-    weighting: AdoraWeighting
-    """The weights that were applied, and their reasons."""
     final_PG: Tensor
     """The advantages as the loss gets them."""
     metrics: dict[str, float]
@@ -126,7 +119,7 @@ class AdvantageComputer:
             step: optimizer steps that have been made.
         """
         groups = self._groups(facts, group_size, step)
-        trl_advantages_PG = compute_trl_advantages(
+        trl = compute_trl_advantages(
             facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
             weights_F=self.reward_weights_F,
             scale=self.scale_rewards,
@@ -135,9 +128,9 @@ class AdvantageComputer:
         return GroupAssessment(
             groups=groups,
             weighting=self.pipeline.weigh(groups),
-            trl_advantages_PG=trl_advantages_PG,
+            trl_advantages_PG=trl.advantages_PG,
             has_signal_P=self.pipeline.groups_with_signal(groups),
-            equal_reward_share=self._equal_reward_share(groups, trl_advantages_PG),
+            equal_reward_share=_equal_reward_share(groups, trl.deviation),
             num_ranks=self.num_ranks,
         )
 
@@ -149,42 +142,15 @@ class AdvantageComputer:
         `assessment`: the last one of the generation, when no group is replaced any more.
         """
         pipeline = self.pipeline
-        # The call also sets `weighting` and `metrics` of the pipeline: the weights that it has
-        # applied, and metrics for the log.
-        final_PG = pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
-        assert pipeline.weighting is not None, "the call above has set it"
+        # The call also sets `metrics` of the pipeline, metrics for the log.
+        final_PG = pipeline.compute_advantages(
+            assessment.groups, assessment.trl_advantages_PG, assessment.weighting
+        )
         return Advantages(
             assessment=assessment,
-            weighting=pipeline.weighting,
             final_PG=final_PG,
             metrics=dict(pipeline.metrics),
         )
-
-    def _equal_reward_share(self, groups: Groups, trl_advantages_PG: Tensor) -> float:
-        """Return the share of groups whose rewards are equal, as TRL computes it for its log.
-
-        Groups without any reward are left out. For TRL the rewards of a group are equal where the
-        standard deviation by which it scales them is 0. With `scale_rewards: batch` that is one
-        deviation for all groups, so either all of them count as equal or none does.
-        """
-        rewards_PG = groups.rewards_PG
-        if not self.pipeline.sums_rewards:
-            # TRL compares the standard deviation s of the sums with 0. Here only its advantages are
-            # known, which are the sums divided by (s + 1e-4). Their deviation is s / (s + 1e-4),
-            # which for a small s is about 1e4 times s.
-            deviation_of_quotients = nan_standard_deviation(
-                trl_advantages_PG.flatten(), trl_advantages_PG.mean()
-            )
-            deviation = deviation_of_quotients / 1e4
-        elif self.scale_rewards == "batch":
-            deviation = nan_standard_deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
-        else:
-            mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
-            deviation = nan_standard_deviation(rewards_PG, mean_P1)
-        is_zero = torch.isclose(deviation, torch.zeros_like(deviation))
-        is_equal_P1 = is_zero.expand(len(rewards_PG), 1)
-        has_reward_P = groups.has_reward_PG.any(dim=1)
-        return is_equal_P1[has_reward_P].float().mean().item()
 
     def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> Groups:
         """Return rewards, lengths and further facts by group, (P, G), from those by rollout, (N,).
@@ -243,3 +209,20 @@ class AdvantageComputer:
         rewards_PFG = rewards_PGF[:, :, has_weight_F].transpose(1, 2)
         is_constant_PF = is_constant(rewards_PFG.flatten(0, 1)).view(len(rewards_PFG), -1)
         return ~is_constant_PF.all(dim=1)
+
+
+def _equal_reward_share(groups: Groups, deviation: Tensor) -> float:
+    """Return the share of groups whose rewards are equal, as TRL computes it for its log.
+
+    Groups without any reward are left out. For TRL the rewards of a group are equal where the
+    standard deviation by which it scales them is 0.
+
+    Args:
+        groups: all groups of the generation.
+        deviation: TRL's, one for each group or one for all of them. With one for all, either all
+            groups count as equal or none does.
+    """
+    is_zero = torch.isclose(deviation, torch.zeros_like(deviation))
+    is_equal_P1 = is_zero.expand(len(groups.rewards_PG), 1)
+    has_reward_P = groups.has_reward_PG.any(dim=1)
+    return is_equal_P1[has_reward_P].float().mean().item()

@@ -16,7 +16,7 @@ from torch import Tensor
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompts import CONTROL_TOKENS, fault_in_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
-from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift_sums
+from adora_vl.rollout.importance import drift_message, drift_over_ranks
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.types import Batch, PolicyLogps, Row, StepContext, engine_comparison_mask, loss_mask
 from adora_vl.utils.errors import (
@@ -327,9 +327,7 @@ class DriftGuard:
             mask_BC: 1 at the tokens that are compared.
             step: optimizer steps that have been made, for the message.
         """
-        # The sums of ranks can be merged, unlike their means.
-        sums_3 = drift_sums(policy_logps_BC, engine_logps_BC, mask_BC)
-        drift = merge_drift_sums(self.accelerator.gather(sums_3[None]))
+        drift = drift_over_ranks(self.accelerator, policy_logps_BC, engine_logps_BC, mask_BC)
         # No token can be compared, for example where all rollouts saw other images.
         if drift.tokens == 0:
             return
@@ -407,9 +405,9 @@ class ReferenceGuard:
             first_rows = range(min(self.rows_per_pass, len(batch["completion_ids"])))
             batch = RowReader(batch).take(first_rows)
             policy_logps_BC = policy_logps(batch)
-        # The sums of ranks can be merged, unlike their means.
-        sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
-        distance = merge_drift_sums(self.accelerator.gather(sums_3[None]))
+        distance = drift_over_ranks(
+            self.accelerator, policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch)
+        )
         # Without tokens there is nothing to compare. Not `>`: a distance that is NaN is too large.
         if distance.tokens and not distance.mean <= self.max_distance:
             raise SharedUserError(

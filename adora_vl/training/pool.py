@@ -371,15 +371,12 @@ class Pool:
         without signal. For example, with 4 slots, 3 groups and one of them without signal, 2 groups
         are missing.
         """
-        missing_by_rank = []
-        for rank in range(assessment.num_ranks):
-            has_signal = assessment.signal_of(rank)
-            missing_count = has_signal.count(False)
-            # Without stale rollouts every generation fills all slots by itself.
-            if self.allows_stale_rollouts:
-                missing_count += self.max_groups - len(has_signal)
-            missing_by_rank.append(missing_count)
-        return max(missing_by_rank)
+        has_signal_by_rank = assessment.has_signal_by_rank
+        missing_count = int((~has_signal_by_rank).sum(dim=1).max())
+        # Without stale rollouts every generation fills all slots by itself.
+        if self.allows_stale_rollouts:
+            missing_count += self.max_groups - has_signal_by_rank.size(1)
+        return missing_count
 
     def choose_groups(
         self, assessment: GroupAssessment, refill: GroupAssessment
@@ -398,8 +395,12 @@ class Pool:
         # than slots. In any other run the refill can only replace groups, as with 0 slots.
         batch_slots = self.max_groups if self.allows_stale_rollouts else 0
         return [
-            schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), batch_slots)
-            for rank in range(assessment.num_ranks)
+            schedule.fill_slots(has_signal, refill_has_signal, batch_slots)
+            for has_signal, refill_has_signal in zip(
+                assessment.has_signal_by_rank.tolist(),
+                refill.has_signal_by_rank.tolist(),
+                strict=True,
+            )
         ]
 
     # ------------------------------------------------------------ what is remembered of generations
@@ -410,11 +411,8 @@ class Pool:
         A group has signal if its rollouts' rewards differ. Later generations draw more problems
         where the remembered shares are small.
         """
-        shares = []
-        for rank in range(assessment.num_ranks):
-            has_signal = assessment.signal_of(rank)
-            shares.append(has_signal.count(True) / len(has_signal))
-        mean_share = float(torch.tensor(shares).mean())
+        shares_by_rank = assessment.has_signal_by_rank.float().mean(dim=1)
+        mean_share = shares_by_rank.mean().item()
         recent_shares = (*self.state.recent_signal_shares, mean_share)[
             -schedule.REMEMBERED_GENERATIONS :
         ]

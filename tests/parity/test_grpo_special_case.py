@@ -22,6 +22,7 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.rollout_facts import RolloutFacts
 from tests.support.parity import GradientRecorder, training_data_set
+from tests.support.reward_groups import final_advantages
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -203,7 +204,7 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(
             batch["advantages"],
-            method.compute_advantages(groups, group_advantages(rewards)).flatten(),
+            final_advantages(method, groups, group_advantages(rewards)).flatten(),
         )
     assert ours["facts"]["methods"] == method.state()
     assert torch.equal(

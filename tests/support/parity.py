@@ -30,6 +30,7 @@ from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerReques
 from adora_vl.evaluation import SamplerEngine
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rollout import turns
+from adora_vl.rollout.importance import drift_over_ranks
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
 from tests.support.launch import accelerate_launch
@@ -150,8 +151,11 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    moved = engine_and_policy.drift_over_ranks(
-        engine_and_policy.policy_logps(rollouts), logps_before_BC, rollouts.mask_BC
+    moved = drift_over_ranks(
+        engine_and_policy.accelerator,
+        engine_and_policy.policy_logps(rollouts),
+        logps_before_BC,
+        rollouts.mask_BC,
     )
     trainer.vllm_generation.sync_weights()
     gap = checker.compare("with the adapter")

@@ -84,7 +84,14 @@ def method_advantages(name, groups, options=None, scale="group"):
         scale: GRPO's `scale_rewards`.
     """
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
-    return method.compute_advantages(groups, group_advantages(groups.rewards_PG, scale=scale))
+    return final_advantages(method, groups, group_advantages(groups.rewards_PG, scale=scale))
+
+
+def final_advantages(
+    pipeline: AdvantagePipeline, groups: Groups, trl_advantages_PG: torch.Tensor
+) -> torch.Tensor:
+    """Return the advantages that a pipeline makes of TRL's, with ADORA's weights of the groups."""
+    return pipeline.compute_advantages(groups, trl_advantages_PG, pipeline.weigh(groups))
 
 
 def adora_weights(

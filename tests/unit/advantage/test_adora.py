@@ -24,6 +24,7 @@ from adora_vl.utils.errors import UserError
 from tests.support.commands import parse
 from tests.support.reward_groups import (
     adora_weights,
+    final_advantages,
     groups_of_rewards,
     method_advantages,
     random_groups,
@@ -505,7 +506,7 @@ def weigh_with_assignment(assign, batch, seed=5, **options):
 def apply_with_assignment(assign, batch, **options):
     """Return the advantages of a batch with a control, and the pipeline that made them."""
     pipeline = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
-    return pipeline.compute_advantages(batch, group_advantages(batch.rewards_PG)), pipeline
+    return final_advantages(pipeline, batch, group_advantages(batch.rewards_PG)), pipeline
 
 
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):

@@ -29,6 +29,7 @@ from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.support.examples import load_example
 from tests.support.reward_groups import (
+    final_advantages,
     float64,  # noqa: F401  # a fixture that each test of this file uses
     groups_of_rewards,
     method_advantages,
@@ -92,7 +93,7 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
     """
     groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
-    result = AdvantagePipeline({"adora": Adora()}).compute_advantages(groups, noisy)
+    result = final_advantages(AdvantagePipeline({"adora": Adora()}), groups, noisy)
     assert result[0].tolist() == [0.0] * 7
     assert (result[1] != 0).all()
 
@@ -111,7 +112,7 @@ def test_dapo_by_hand():
     assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     pipeline = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
-    penalized = pipeline.compute_advantages(groups, group_advantages(groups.rewards_PG))
+    penalized = final_advantages(pipeline, groups, group_advantages(groups.rewards_PG))
     expected = group_advantages(torch.tensor([[1.0, 0.5, 0.0]]))
     assert penalized.tolist() == expected.tolist()
 
@@ -129,7 +130,7 @@ def test_adora_amplifies_after_dapo():
     amplifying = Adora(mode="amplification", factor=Schedule(2.0))
     pipeline = AdvantagePipeline({"dapo": Dapo(), "adora": amplifying})
     grpo = group_advantages(groups.rewards_PG)
-    advantages = pipeline.compute_advantages(groups, grpo)
+    advantages = final_advantages(pipeline, groups, grpo)
     all_tokens = 24 + 16
     tokens_with_signal = 24
     expected = grpo[0] * 2.0 * all_tokens / tokens_with_signal
@@ -270,7 +271,7 @@ def advantages_of_steps(pipeline, count, first=0):
         rewards = torch.randint(0, 2, (8, 4), generator=generator).float()
         lengths = torch.randint(1, 30, (8, 4), generator=generator)
         groups = Groups(rewards, lengths, lengths > 99, step=step)
-        results.append(pipeline.compute_advantages(groups, group_advantages(rewards)))
+        results.append(final_advantages(pipeline, groups, group_advantages(rewards)))
     return results
 
 
@@ -418,7 +419,7 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
             )
             assert pipeline.groups_with_signal(groups).tolist() == expected
             assert pipeline.state() == {}
-            advantages = pipeline.compute_advantages(groups, group_advantages(groups.rewards_PG))
+            advantages = final_advantages(pipeline, groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == expected, "so no method takes one for silent"
 
 
@@ -431,7 +432,7 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(
-        both.compute_advantages(groups, torch.zeros(3, 2)),
+        final_advantages(both, groups, torch.zeros(3, 2)),
         advantages_by_method_alone(Ngrpo(), groups.rewards_PG),
     )
 
@@ -546,6 +547,8 @@ RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from adora_vl.advantage import METHODS, Groups, AdvantagePipeline, group_advantages
 from adora_vl.advantage.adora import Adora
+def final_advantages(pipeline, batch, trl_advantages):
+    return pipeline.compute_advantages(batch, trl_advantages, pipeline.weigh(batch))
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 generator = torch.Generator().manual_seed(0)
@@ -559,15 +562,15 @@ for name, options in cases:
         whole = AdvantagePipeline({name: options}, seed=3) if step == 0 else whole
         def groups(r, l):
             return Groups(r, l, l > 45, surprisal_PG=l / 50, step=step)
-        alone = whole.compute_advantages(groups(rewards, lengths), group_advantages(rewards))
+        alone = final_advantages(whole, groups(rewards, lengths), group_advantages(rewards))
         # this rank graded its half of the sequences: a group may lie over both ranks
         def gathered(values):
             mine = values.flatten().chunk(2)[rank].contiguous()
             parts = [torch.empty_like(mine) for _ in range(2)]
             dist.all_gather(parts, mine)
             return torch.cat(parts).view(6, 4)
-        both = method.compute_advantages(
-            groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards))
+        both = final_advantages(
+            method, groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards))
         )
         assert torch.equal(alone, both) and method.learning_rate_factor == whole.learning_rate_factor, name
     states = [None, None]

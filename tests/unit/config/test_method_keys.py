@@ -19,6 +19,7 @@ from adora_vl.config.methods import build_pipeline, check_methods, notes_on_meth
 from adora_vl.utils.errors import UserError
 from tests.support.commands import parse
 from tests.support.examples import example_entry
+from tests.support.reward_groups import final_advantages
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
@@ -241,12 +242,12 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
 
     with_function = training_config_of("grpo+my_methods.py:cautious", '{"most": 0.5}')
     check_methods(with_function)
-    clamped = build_pipeline(with_function).compute_advantages(groups, trl_advantages)
+    clamped = final_advantages(build_pipeline(with_function), groups, trl_advantages)
     assert torch.equal(clamped, trl_advantages.clamp(-0.5, 0.5))
 
     with_class = build_pipeline(training_config_of("my_methods.py:Solvable+adora"))
     assert with_class.groups_with_signal(groups).tolist() == [False, True]
-    assert not with_class.compute_advantages(groups, trl_advantages)[0].any()
+    assert not final_advantages(with_class, groups, trl_advantages)[0].any()
 
     (folder_with_methods / "elsewhere").mkdir()
     (folder_with_methods / "c.yaml").write_text("adora_method: my_methods.py:cautious")

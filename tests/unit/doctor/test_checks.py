@@ -386,7 +386,7 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
             self: EngineChecker, check_name: str, events: Any = events, mean: float = mean
         ) -> Any:
             events.append(check_name)
-            return SimpleNamespace(drift=Drift(mean, mean))
+            return Drift(mean, mean)
 
         monkeypatch.setattr(EngineChecker, "compare", compare)
         check = checker_of(generation).check_after_sleep()

@@ -319,7 +319,9 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             refill = scored(refilled, second_batch)
             # The groups of the refill have the numbers 8 to 15, and rows 0 to 31 as the batch's.
             chosen = fill_slots(
-                batch.assessment.signal_of(0), refill.assessment.signal_of(0), slots=8
+                batch.assessment.has_signal_P.tolist(),
+                refill.assessment.has_signal_P.tolist(),
+                slots=8,
             )
             no_part: Any = None
             replacement = Refill(
@@ -511,7 +513,6 @@ def advantages_of_two_groups() -> Advantages:
     )
     return Advantages(
         assessment=assessment,
-        weighting=weighting,
         final_PG=trl_advantages_PG * weighting.weights_P[:, None],
         metrics={"own": 3.0},
     )
@@ -542,7 +543,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         add_rows(table, built, scored, [], ["accuracy"], is_training=is_training)
         # In a training the final advantages are filled in later.
         shown_advantages = [0.0] * 4 if is_training else trl_advantages
-        weights = advantages.weighting.weights_P.repeat_interleave(2).tolist()
+        weights = advantages.assessment.weighting.weights_P.repeat_interleave(2).tolist()
         assert list(table["advantages"]) == shown_advantages[-max_rows:]
         assert list(table["extra"]["advantage_raw"]) == trl_advantages[-max_rows:]
         assert list(table["extra"]["adora_length"]) == [10, 20, 30, 40][-max_rows:]

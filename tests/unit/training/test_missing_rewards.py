@@ -31,6 +31,7 @@ from adora_vl.utils.errors import RunError, SharedUserError, UserError
 from tests.support.examples import load_example
 from tests.support.facts import facts_without_unrewarded, rollout_facts
 from tests.support.recorded_runs import write_recorded_run
+from tests.support.reward_groups import final_advantages
 from tests.support.step_context import step_context
 from tests.support.tiny_run import TINY_RUN_STEPS, tiny_run_arguments
 
@@ -181,7 +182,7 @@ def assert_equal_to_groups_of_six(name: str, options: Any, scale: str) -> None:
         groups = Groups(rewards_PG, lengths_PG, lengths_PG > 90, surprisal_PG=surprisal_PG)
         trl_advantages_PG = group_advantages(rewards_PG, scale=scale)
         pipeline = AdvantagePipeline({name: options}, scale=scale, max_length=99, seed=1)
-        return pipeline.compute_advantages(groups, trl_advantages_PG)
+        return final_advantages(pipeline, groups, trl_advantages_PG)
 
     rewards_PG = torch.full((31, 8), NAN, dtype=torch.float64)
     rewards_PG[:30].scatter_(1, remaining_PG, rewards_of_six_PG)
@@ -216,7 +217,7 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
         rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
     )
     pipeline = AdvantagePipeline({"daro": METHODS["daro"]()})
-    pipeline.compute_advantages(groups, group_advantages(rewards_PG))
+    final_advantages(pipeline, groups, group_advantages(rewards_PG))
     # The rewards 1 and 0 are 0.7071 standard deviations from their mean.
     size_of_both_advantages = pytest.approx(0.7071, abs=1e-3)
     assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
@@ -250,7 +251,6 @@ def test_metrics_and_signal_leave_out_rollouts_without_a_reward():
     )
     advantages = Advantages(
         assessment=assessment,
-        weighting=weighting,
         final_PG=advantages_PG,
         metrics={},
     )
