@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -21,30 +21,6 @@ from adora_vl.utils.errors import (
     SharedUserError,
     UserError,
 )
-
-
-class _ErrorKind(NamedTuple):
-    """A kind of error of the first rank, and the error that the other ranks raise for it."""
-
-    first_rank: type[Exception]
-    other_ranks: type[Exception]
-
-
-# The other ranks get the number of the first entry whose `first_rank` class fits the error. For
-# example, they get 3 for a `ValueError`, and raise `EngineError`.
-_ERRORS_BY_KIND_NUMBER = [
-    _ErrorKind(first_rank=NoServerError, other_ranks=NoServerError),
-    _ErrorKind(first_rank=UserError, other_ranks=SharedUserError),
-    _ErrorKind(first_rank=RolloutError, other_ranks=RolloutError),
-    _ErrorKind(first_rank=Exception, other_ranks=EngineError),
-]
-
-
-class SharedFailure(NamedTuple):
-    """An error of the first rank, as the other ranks get it."""
-
-    kind_number: int  # the index of its kind in `_ERRORS_BY_KIND_NUMBER`
-    text: str
 
 
 @dataclass
@@ -169,24 +145,24 @@ class ServerGroup:
                 error = raised_error
         else:
             on_other_ranks()
-        # Not every error can be pickled, so the other ranks get the number of its kind, and its
-        # text.
-        failure: SharedFailure | None = None
-        if error is not None:
-            text = str(error) or type(error).__name__
-            failure = SharedFailure(kind_number=_error_kind_number(error), text=text)
-        outcome: list[Any] = [result, failure]
+        # Not every error can be pickled, so the other ranks get one of this package with its text.
+        outcome: list[Any] = [result, None if error is None else _error_of_other_ranks(error)]
         broadcast_object_list(outcome, from_process=0)
         if error is not None:
             raise error
-        result, failure = outcome
-        if failure is not None:
-            error_class = _ERRORS_BY_KIND_NUMBER[failure.kind_number].other_ranks
-            raise error_class(failure.text)
+        result, error_of_first_rank = outcome
+        if error_of_first_rank is not None:
+            raise error_of_first_rank
         return result
 
 
-def _error_kind_number(error: Exception) -> int:
-    """Return the index in `_ERRORS_BY_KIND_NUMBER` of the first kind that fits the error."""
-    kinds = [isinstance(error, kind.first_rank) for kind in _ERRORS_BY_KIND_NUMBER]
-    return kinds.index(True)
+def _error_of_other_ranks(error: Exception) -> Exception:
+    """Return the error that the other ranks raise for an error of the first rank."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, NoServerError):
+        return NoServerError(text)
+    if isinstance(error, UserError):
+        return SharedUserError(text)
+    if isinstance(error, RolloutError):
+        return RolloutError(text)
+    return EngineError(text)

@@ -6,6 +6,7 @@ got.
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from base64 import b64encode
@@ -36,7 +37,7 @@ from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.server_client import Timeouts, connect
-from adora_vl.rollout.server_group import ServerGroup, SharedFailure
+from adora_vl.rollout.server_group import ServerGroup
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
@@ -307,8 +308,8 @@ def test_with_no_server_left_all_ranks_hear_it(servers, tmp_path, monkeypatch):
             use_servers()
     # Another rank has no pool, and hears of the failure by the broadcast.
     group_of_other_rank = ServerGroup(Accelerator(cpu=True), engine._place_features)
-    # The first rank has no result, and a failure of the first kind, `NoServerError`.
-    outcome = [None, SharedFailure(kind_number=0, text="no vLLM server is left")]
+    # The first rank has no result, and an error, which the broadcast pickles.
+    outcome = pickle.loads(pickle.dumps([None, NoServerError("no vLLM server is left")]))
 
     def broadcast_outcome(objects: list[Any], from_process: int) -> None:
         """Stand in for accelerate's collective call, which fills the list that it gets."""
