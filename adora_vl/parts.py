@@ -51,7 +51,7 @@ from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.extensions import Extension
 from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation_logps import GenerationLogps
-from adora_vl.training.generation_sampler import GenerationSampler, UpcomingRows
+from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
     DriftGuard,
@@ -137,11 +137,6 @@ class StepParts:
         return extensions
 
     @cached_property
-    def upcoming_rows(self) -> UpcomingRows:
-        """The rows that the data loader will draw, once the trainer has made it."""
-        return UpcomingRows()
-
-    @cached_property
     def pool(self) -> Pool:
         """Remembers groups that have begun, and decides which of them fill the next generation."""
         return Pool(self.context, self._trainer.train_dataset, has_tools=self._has_tools)
@@ -184,7 +179,6 @@ class StepParts:
             guard=GenerationGuard(self.context, control_tokens(self._trainer.processing_class)),
             phase=self.clock.phase,
             environments=self._run.tools.environments,
-            upcoming_rows=self.upcoming_rows.rows_after,
             drift_check=LateDriftCheck(self.engine_and_policy, self.generation_logps.drift_guard),
         )
 

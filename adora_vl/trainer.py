@@ -783,8 +783,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return super()._get_dataloader(*args, **kwargs)
         rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
         loader = super()._get_dataloader(*args, **{**kwargs, "dataset": rows})
-        self.parts.upcoming_rows.rows = rows
-        self.parts.upcoming_rows.order = self._row_order
+        self.parts.generation_sampler.upcoming_rows = partial(rows.rows_after, self._row_order)
         self.prefetch = self.parts.images.prefetch(rows, self._row_order, dataset)
         return loader
 

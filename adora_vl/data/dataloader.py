@@ -122,13 +122,13 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return row
 
     def rows_after(
-        self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
+        self, order: EpochRepeatSampler, numbers: Sequence[int], generations: int
     ) -> list[Any]:
         """Return the rows that come some generations later, in the same positions as present rows.
 
         Args:
-            numbers: the numbers of the present rows in the data set; a row may come several times.
             order: the sampler.
+            numbers: the numbers of the present rows in the data set; a row may come several times.
             generations: how many generations later.
 
         Returns:

@@ -129,16 +129,16 @@ class DistinctImages:
         accepts_references = all(is_installed_by_model)
         # whether a batch may have images, of a row or of a tool
         self.may_be_shown = accepts_references and (tools_show_images or may_have_images(dataset))
-        has_cache = accepts_references and can_cache(self.image_processor)
-        self._cache = ImageCache(CACHE_BYTES) if has_cache else None
-
-    @property
-    def cache(self) -> ImageCache | None:
-        """The cache of processed images, which the engine uses too.
-
-        None where images cannot be cached, or `cache_images` is switched off.
-        """
-        return self._cache if self._config.uses("cache_images") else None
+        can_have_cache = accepts_references and can_cache(self.image_processor)
+        # The cache of processed images, which the engine uses too. None where images cannot be
+        # cached, or `cache_images` is switched off.
+        self.cache: ImageCache | None = None
+        if can_have_cache and config.uses("cache_images"):
+            self.cache = ImageCache(CACHE_BYTES)
+        # Without a cache there are no references to share features by. Every pass then runs the
+        # vision tower, also on a rank without images.
+        self.vision.share = config.uses("share_vision") and self.cache is not None
+        self.vision.switch_batched_windows(on=config.uses("batch_windows"))
 
     def cache_images(self, row: Mapping[str, Any]) -> int:
         """Process the images of a row, and put them into the cache for a later generation.
@@ -205,7 +205,6 @@ class DistinctImages:
             refill: whether the rows are added to the present batch. Otherwise a new batch begins,
                 and the images of the present one are released.
         """
-        self._switch_vision()
         # An image bank stores the images of one batch.
         bank = self.banks.bank_to_extend() if refill else None
         if bank is None:
@@ -217,13 +216,6 @@ class DistinctImages:
             self.image_processor, cache=self.cache, bank=bank, device=self._device
         )
         return self.read(rows, processor_context)
-
-    def _switch_vision(self) -> None:
-        """Switch the parts of the vision pass on or off, as the config says at this moment."""
-        # Without a cache there are no references to share features by. Every pass then runs the
-        # vision tower, also on a rank without images.
-        self.vision.share = self._config.uses("share_vision") and self.cache is not None
-        self.vision.switch_batched_windows(on=self._config.uses("batch_windows"))
 
     def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
@@ -257,7 +249,7 @@ class DistinctImages:
         """Return into how many image tokens the processor turns an image that a tool shows."""
         processor = self.image_processor
         settings = effective_settings(processor, overrides={})
-        cache = self._cache or ImageCache(limit_bytes=0)
+        cache = self.cache or ImageCache(limit_bytes=0)
         patch_count = int(cache.get(processor, image, settings).grid_3.prod())
         patches_per_token = int(processor.merge_size) ** 2
         return patch_count // patches_per_token

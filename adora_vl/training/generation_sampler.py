@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 
-from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, with_upright_rgb_images
+from adora_vl.data.dataloader import with_upright_rgb_images
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, new_groups_of_rows
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler
@@ -38,23 +38,9 @@ from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
 
 
-@dataclass
-class UpcomingRows:
-    """The rows that the data loader will draw. The trainer fills it when it makes the loader."""
-
-    rows: DistinctRows | None = None
-    order: EpochRepeatSampler | None = None
-
-    def rows_after(self, row_numbers: Sequence[int], distance: int) -> list[Row]:
-        """Return the rows that the data loader draws `distance` generations after these rows.
-
-        `row_numbers`: those of a generation. The result is empty where the later rows are not
-        known.
-        """
-        assert self.rows is not None
-        assert self.order is not None
-        rows: list[Row] = self.rows.rows_after(list(row_numbers), self.order, distance)
-        return rows
+def no_upcoming_rows(row_numbers: Sequence[int], distance: int) -> list[Row]:
+    """Return no row: before a data loader is made, the rows of later generations are not known."""
+    return []
 
 
 class DrawnGeneration(NamedTuple):
@@ -88,11 +74,12 @@ class GenerationSampler:
     """Returns a context in which the seconds count as those of the named phase."""
     environments: Environments | None
     """Gives each rollout an environment; None in a run without environments."""
-    upcoming_rows: Callable[[Sequence[int], int], list[Row]]
-    """Returns the rows of a later generation, as `UpcomingRows.rows_after` does."""
     drift_check: LateDriftCheck
     """Compares the servers' log-probabilities with the policy's. It is used where servers sample
     generations ahead, so that no rollout is by the present weights."""
+    upcoming_rows: Callable[[Sequence[int], int], list[Row]] = no_upcoming_rows
+    """Returns the rows that the data loader draws some generations after the rows with these
+    numbers; an empty list where they are not known. The trainer sets it when it makes the loader."""
 
     @property
     def generations_ahead(self) -> int:

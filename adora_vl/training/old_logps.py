@@ -7,7 +7,6 @@ old ones too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import cast
 
 import torch
@@ -56,17 +55,6 @@ class OldPass:
                 self.micro_batch[name] = column
 
 
-class OldLogpsSource(Enum):
-    """Where a training takes the old log-probabilities of a generation from."""
-
-    ENGINE = "the log-probabilities that the engine has returned with the rollouts"
-    GENERATION = "one pass over the whole generation, before it is graded, as in stock TRL"
-    MICRO_BATCHES = (
-        "the pass that is learned from; for micro-batches of later steps a pass of their own, which "
-        "is made before the first of these steps"
-    )
-
-
 class OldLogps:
     """Decides where the old log-probabilities of each micro-batch come from.
 
@@ -111,27 +99,18 @@ class OldLogps:
         return self.corrects_engine or not self.layout.generation_has_one_step
 
     @property
-    def source(self) -> OldLogpsSource:
-        """Where a training gets the old log-probabilities of its generations from."""
-        if self.uses_engine_logps:
-            return OldLogpsSource.ENGINE
-        if not self.loss_needs_any:
-            return OldLogpsSource.MICRO_BATCHES
-        # Without this optimisation everything is as in stock TRL.
-        if not self.config.uses("skip_old_pass"):
-            return OldLogpsSource.GENERATION
-        # Passes over some micro-batches need micro-batches that this package has cut.
-        if regroups_micro_batches(self.config):
-            return OldLogpsSource.MICRO_BATCHES
-        # With one optimizer step the training pass gives them, unless it has dropout.
-        if self.layout.generation_has_one_step and not self.has_dropout:
-            return OldLogpsSource.MICRO_BATCHES
-        return OldLogpsSource.GENERATION
-
-    @property
     def needs_pass_over_generation(self) -> bool:
         """Whether a pass over the whole generation is made, before its rollouts are graded."""
-        return self.source is OldLogpsSource.GENERATION
+        if self.uses_engine_logps or not self.loss_needs_any:
+            return False
+        # Without this optimisation everything is as in stock TRL.
+        if not self.config.uses("skip_old_pass"):
+            return True
+        # Passes over some micro-batches need micro-batches that this package has cut.
+        if regroups_micro_batches(self.config):
+            return False
+        # With one optimizer step the training pass gives them, unless it has dropout.
+        return not self.layout.generation_has_one_step or self.has_dropout
 
     def passes_to_make(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
         """Return the passes to make over a generation before its first optimizer step. Collective.
@@ -145,7 +124,7 @@ class OldLogps:
             micro_batches: the micro-batches of the generation in the training order. Some are
                 empty, on all ranks alike.
         """
-        if self.source is not OldLogpsSource.MICRO_BATCHES:
+        if self.uses_engine_logps or self.needs_pass_over_generation:
             return []
         first_with_pass = self.layout.micro_batches_before_update
         # With dropout the training pass is noisy. If its log-probabilities would be compared with

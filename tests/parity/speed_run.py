@@ -126,12 +126,14 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         images = self.parts.images
-        self.processed_before = images._cache.processed
+        self.processed_before = self.image_cache.processed
         self.image_passes_before = images.vision.image_passes
         return super()._generate_and_score_completions(inputs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        assert self.parts.images.cache is not None
+        self.image_cache = self.parts.images.cache
         log_scored = self.parts.metrics_logger.log_scored
 
         def log_and_record(
@@ -139,7 +141,7 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         ) -> None:
             log_scored(generation, unscored_groups, scored_groups)
             if generation.key.refill_round == 0:  # no batch that refills the generation
-                processed = self.parts.images._cache.processed
+                processed = self.image_cache.processed
                 self.images_processed.append(processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)
                 self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
@@ -168,6 +170,10 @@ class SwitchPartsByStep(TrainerCallback):
         args.adora_stock_step = [
             part for part in SWITCHABLE_PARTS if part not in PARTS_ON_BY_STEP[name]
         ]
+        images = self.trainer.parts.images
+        images.cache = self.trainer.image_cache if args.uses("cache_images") else None
+        images.vision.share = args.uses("share_vision") and images.cache is not None
+        images.vision.switch_batched_windows(on=args.uses("batch_windows"))
         self.trainer.parts.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 

@@ -118,7 +118,7 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
     prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
         rows.__getitems__(batch)
-        assert [row["id"] for row in rows.rows_after(batch, PairsInOrder())] == [
+        assert [row["id"] for row in rows.rows_after(PairsInOrder(), batch, 1)] == [
             number + 2 for number in batch
         ]
         prefetch.start()

@@ -4,9 +4,9 @@ The tests read which server got which requests, which one is left out, and which
 got.
 """
 
+import copy
 import json
 import os
-import pickle
 import subprocess
 import sys
 from base64 import b64encode
@@ -308,8 +308,8 @@ def test_with_no_server_left_all_ranks_hear_it(servers, tmp_path, monkeypatch):
             use_servers()
     # Another rank has no pool, and hears of the failure by the broadcast.
     group_of_other_rank = ServerGroup(Accelerator(cpu=True), engine._place_features)
-    # The first rank has no result, and an error, which the broadcast pickles.
-    outcome = pickle.loads(pickle.dumps([None, NoServerError("no vLLM server is left")]))
+    # The first rank has no result, and an error, which the broadcast copies as pickle does.
+    outcome = [None, copy.copy(NoServerError("no vLLM server is left"))]
 
     def broadcast_outcome(objects: list[Any], from_process: int) -> None:
         """Stand in for accelerate's collective call, which fills the list that it gets."""
