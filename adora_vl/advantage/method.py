@@ -35,10 +35,8 @@ class RunKeys(Protocol):
     steps_per_generation: int
     num_iterations: int
     gradient_accumulation_steps: int
-    multi_objective_aggregation: str
     deepspeed_plugin: Any
     """DeepSpeed's config of the run, from its keys or from `accelerate launch`; None without."""
-    adora_rollouts: Any
 
 
 def option(default: object, help: str) -> Any:

@@ -99,7 +99,7 @@ class DistinctImages:
         processor: "ProcessorMixin",
         device: torch.device,
         config: AdoraGRPOConfig,
-        dataset: "Dataset | tuple[()]" = (),
+        dataset: "Dataset",
         *,
         tools_show_images: bool = False,
     ) -> None:

@@ -430,7 +430,7 @@ def pack_rows(
     completion_width: int,
     groups: Sequence[Sequence[int]],
     prompt_positions: Tensor,
-    rows_on_cpu: RowsOnCpu | None = None,
+    rows_on_cpu: RowsOnCpu,
     completion_positions: Tensor | None = None,
 ) -> PackedSequence:
     """Lay out left-padded prompts and right-padded completions as one sequence without padding.
@@ -449,19 +449,12 @@ def pack_rows(
         groups: for each group the rows that have its prompt; each row is in one group.
         prompt_positions: position ids of the prompt of each group's first row, (3, N, P) or (N, P),
             on the CPU.
-        rows_on_cpu: copies of the rows on the CPU; None copies them here.
+        rows_on_cpu: copies of the rows on the CPU.
         completion_positions: position ids of the completions, (3, B, C), on the CPU. None where
             completions have no images: their position ids then go on from the prompt, one by one.
     """
     row_width = input_ids.size(1)
     prompt_width = row_width - completion_width
-    if rows_on_cpu is None:
-        rows_on_cpu = RowsOnCpu.of(
-            prompt_ids=input_ids[:, :prompt_width],
-            prompt_mask=attention_mask[:, :prompt_width],
-            completion_mask=attention_mask[:, prompt_width:],
-            columns={},
-        )
     first_rows = [group_rows[0] for group_rows in groups]
     # Prompts are padded on the left, so a prompt begins at the first 1 of its mask.
     prompt_starts = rows_on_cpu.prompt_mask[first_rows].int().argmax(dim=1).tolist()

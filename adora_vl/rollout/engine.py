@@ -240,7 +240,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             options["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             image_processor = getattr(self.processing_class, "image_processor", None)
-            options |= image_options(image_processor, caches_images=settings.caches_images)
+            options |= image_options(image_processor, caches_images=settings.engine_caches_images)
         return options
 
     def _logprobs_mode(self) -> str:

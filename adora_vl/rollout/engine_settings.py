@@ -27,20 +27,18 @@ _PARAMETERS_THAT_CHANGE_DISTRIBUTION = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Settings of the engine that TRL has no field for."""
 
-    dtype: str | None = None  # None: the policy's own
-    # TRL loads the policy at a revision, but the engine always at the newest
-    revision: str | None = None
-    # whether torch.compile and CUDA graphs are off; None: only on a CPU
-    enforce_eager: bool | None = None
-    max_num_batched_tokens: int = 4096
-    caches_images: bool = True  # whether vLLM caches processed images itself
-    weight_folder: str | None = None  # where servers read weights; None: they get them by NCCL
-    answer_timeout_s: float = 900.0  # how many seconds a server may take to sample a group
-    output_dir: str = "."  # identifies this run's files in the weight folder
+    dtype: str | None  # None: the policy's own
+    revision: str | None  # TRL loads the policy at a revision, but the engine always at the newest
+    enforce_eager: bool | None  # whether torch.compile and CUDA graphs are off; None: only on a CPU
+    max_num_batched_tokens: int
+    engine_caches_images: bool  # whether vLLM caches processed images itself
+    weight_folder: str | None  # where servers read weights; None: they get them by NCCL
+    answer_timeout_s: float  # how many seconds a server may take to sample a group
+    output_dir: str  # identifies this run's files in the weight folder
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
@@ -77,7 +75,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         # Images that the trainer caches need no second cache in vLLM.
-        caches_images=not args.uses("cache_images"),
+        engine_caches_images=not args.uses("cache_images"),
         weight_folder=weight_folder,
         # The other ranks wait for `ddp_timeout`. After half of that time there is as much time left
         # to ask another server.

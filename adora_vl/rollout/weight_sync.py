@@ -1,7 +1,6 @@
 """Sends the policy's weights, or its adapter, to the engine and empties the stale caches."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -222,9 +221,7 @@ def reset_caches(llm: "LLM") -> None:
     llm.llm_engine.reset_encoder_cache()
 
 
-def can_merge(
-    model: "PeftModel", gather: GatherParameters = lambda parameters: nullcontext()
-) -> bool:
+def can_merge(model: "PeftModel", gather: GatherParameters) -> bool:
     """Return whether PEFT can merge everything that this model trains into its weights.
 
     Prompt tuning, for example, adds tokens instead of changing weights. For each kind of layer with

@@ -58,7 +58,7 @@ def decoded_completions(
     return texts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchBuilder:
     """Makes the rollouts of complete groups into a batch.
 
@@ -75,13 +75,13 @@ class BatchBuilder:
     """Transformers' method for it, which may round pixels to the training dtype."""
     has_engine_logps: bool
     """Whether the sampler returns log-probabilities."""
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: int | None
     """The widths of columns are multiples of it; None for any width."""
-    has_tools: bool = False
+    has_tools: bool
     """Whether some tokens may be those of tools."""
-    allows_stale_rollouts: bool = False
+    allows_stale_rollouts: bool
     """Whether rollouts of a training may be older than their generation."""
-    shows_other_images: bool = False
+    shows_other_images: bool
     """Whether an extension shows the engine other images than the trainer learns from."""
 
     def build(

@@ -6,7 +6,7 @@ changed. The Accelerator is a fake, since it plays several processes.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.rollout.engine_settings import EngineSettings, engine_settings
 
 
 @cache
@@ -51,6 +52,11 @@ def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) 
     `is_first_rank`: whether this process is the one that writes logs.
     """
     return TrainerState(global_step=step, max_steps=last, is_world_process_zero=is_first_rank)
+
+
+def settings_of_engine(**fields: Any) -> EngineSettings:
+    """Return the settings of an engine by a run's defaults, and the values of `fields`."""
+    return replace(engine_settings(training_config(), revision=None), **fields)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from adora_vl.packing.row_positions import prompt_positions
 from adora_vl.packing.shared_prompt import (
     GroupLayout,
     PackedLayout,
+    PackedSequence,
     group_rows_by_prompt,
     pack_rows,
     sharing_pays,
@@ -46,6 +47,7 @@ from adora_vl.packing.split_attention import (
     empty_mask,
     install_packed_attention,
 )
+from adora_vl.types import RowsOnCpu
 from tests.support.small_models import (
     FLOAT64_BOUND,
     IMAGE_TOKEN,
@@ -159,11 +161,31 @@ def prompt_positions_and_images(model: Any, rows: Batch) -> tuple[Tensor, dict[s
     return positions, images
 
 
+def pack_padded_rows(
+    ids_BS: Tensor, attention_mask: Tensor, completion_width: int, **layout: Any
+) -> PackedSequence:
+    """Return padded rows without images as one packed sequence."""
+    prompt_width = ids_BS.size(1) - completion_width
+    rows_on_cpu = RowsOnCpu.of(
+        prompt_ids=ids_BS[:, :prompt_width],
+        prompt_mask=attention_mask[:, :prompt_width],
+        completion_mask=attention_mask[:, prompt_width:],
+        columns={},
+    )
+    return pack_rows(
+        ids_BS,
+        attention_mask=attention_mask,
+        completion_width=completion_width,
+        rows_on_cpu=rows_on_cpu,
+        **layout,
+    )
+
+
 def packed_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from one packed sequence, (B, C)."""
     install_packed_attention(model)
     positions, images = prompt_positions_and_images(model, rows)
-    packed = pack_rows(
+    packed = pack_padded_rows(
         rows["ids"],
         attention_mask=rows["mask"],
         completion_width=rows["completion"],
@@ -370,7 +392,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             logits_before, tokens_before = logits_and_generated_tokens(model, rows)
             install_packed_attention(model)
             install_packed_attention(model)  # a second time, which changes nothing
-            layout_of_other_rows = pack_rows(
+            layout_of_other_rows = pack_padded_rows(
                 rows["ids"],
                 attention_mask=rows["mask"],
                 completion_width=4,
@@ -626,7 +648,7 @@ def test_groups_as_one_sequence_by_hand():
     ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
-    packed = pack_rows(
+    packed = pack_padded_rows(
         ids,
         attention_mask=mask,
         completion_width=3,
@@ -649,7 +671,7 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     """The first of two rollouts to the prompt `5 6` is masked out, and the second is `2 2`."""
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    packed = pack_rows(
+    packed = pack_padded_rows(
         ids,
         attention_mask=mask,
         completion_width=2,
@@ -664,7 +686,7 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     """The head takes no empty tensor, so it computes a position, whose label -100 is ignored."""
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
-    packed = pack_rows(
+    packed = pack_padded_rows(
         ids,
         attention_mask=torch.tensor([[1, 1, 0]] * 2),  # both completions are masked out
         completion_width=1,

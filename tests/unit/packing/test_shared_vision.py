@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, distributed
@@ -481,7 +482,9 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, su
             switches.chat_template_kwargs = None
             processor: Any = TextReader(image_processor=Qwen2VLImageProcessor())
             rows: Any = [{"prompt": "a text"}]
-            images = DistinctImages([model], processor, torch.device("cpu"), switches)
+            images = DistinctImages(
+                [model], processor, torch.device("cpu"), switches, Dataset.from_dict({})
+            )
             no_images = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
             images.prompts(rows, "train", refill=False)
             for _ in range(3):

@@ -25,6 +25,7 @@ from adora_vl.rollout.server import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.sampling_requests import sampling_requests
+from tests.support.stand_ins import settings_of_engine
 
 prepare_engine_environment()
 
@@ -140,7 +141,7 @@ def engine_with_generation_kwargs(
         **required_arguments,
         mode=mode,
         generation_kwargs=generation_kwargs,
-        settings=EngineSettings(),
+        settings=settings_of_engine(),
     )
 
 
@@ -258,7 +259,7 @@ def test_by_default_the_engine_compiles_on_a_gpu_alone(monkeypatch, subtests):
         with subtests.test(f"{configured} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
             assert (
-                vllm_arguments(monkeypatch, EngineSettings(enforce_eager=configured))[
+                vllm_arguments(monkeypatch, settings_of_engine(enforce_eager=configured))[
                     "enforce_eager"
                 ]
                 is is_eager
@@ -282,7 +283,7 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
     ]:
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-            arguments = vllm_arguments(monkeypatch, EngineSettings(), ranks)
+            arguments = vllm_arguments(monkeypatch, settings_of_engine(), ranks)
             assert arguments.get("disable_custom_all_reduce") is is_disabled
 
 

@@ -33,7 +33,6 @@ from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.context_limit import server_context_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.server_client import Timeouts, connect
@@ -43,6 +42,7 @@ from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from tests.support.sampling_requests import sampling_requests
+from tests.support.stand_ins import settings_of_engine
 from tests.support.step_context import step_context
 
 IMAGE = 290  # the id of the image token
@@ -102,7 +102,7 @@ def engine_with_servers(
     )
     engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(server.url for server in servers)
-    engine.settings = EngineSettings(
+    engine.settings = settings_of_engine(
         weight_folder=str(folder), answer_timeout_s=answer_s, output_dir=str(folder)
     )
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)

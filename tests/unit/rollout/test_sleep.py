@@ -22,7 +22,6 @@ from adora_vl.record.phases import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout import engine_weights
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.rollout.weight_sync import runner_version, zero_discarded_buffers
@@ -30,6 +29,7 @@ from adora_vl.training.generation_logps import GenerationLogps
 from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.utils.launch import prepare_engine_environment
+from tests.support.stand_ins import settings_of_engine
 from tests.support.step_context import step_context
 
 prepare_engine_environment()
@@ -199,7 +199,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, 
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
     engine._timed = clock.phase
     engine.model.config = None
-    engine.settings = EngineSettings()
+    engine.settings = settings_of_engine()
     engine._init_vllm()
     clock.enter_phase("policy")
     with sampling_generation(engine, refill=refill):

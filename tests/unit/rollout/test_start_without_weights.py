@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.weight_sync import push_weights
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.launch import prepare_engine_environment
+from tests.support.stand_ins import settings_of_engine
 
 prepare_engine_environment()
 
@@ -153,7 +153,7 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
             top_k=0,
             min_p=None,
             repetition_penalty=1.0,
-            settings=EngineSettings(),
+            settings=settings_of_engine(),
             tensor_parallel_size=1,
         )
         vllm_arguments = engine._build_llm(max_model_len=64)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import TrainerState
 
@@ -379,7 +380,9 @@ def grade_group(rollouts: Sequence[Rollout], *, answer: str) -> GradedGroup:
     weights_F = torch.ones(1)
     group_size = len(rollouts)
     context = step_context(use_vllm=True, num_generations=group_size)
-    images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
+    images = DistinctImages(
+        [], PROCESSOR, torch.device("cpu"), context.config, Dataset.from_dict({})
+    )
     stop_criteria = StopCriteria.from_config(
         {END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True)
     )
@@ -393,7 +396,10 @@ def grade_group(rollouts: Sequence[Rollout], *, answer: str) -> GradedGroup:
         stop_criteria=stop_criteria,
         to_device=lambda batch: batch,
         has_engine_logps=True,
+        pad_to_multiple_of=None,
         has_tools=True,
+        allows_stale_rollouts=False,
+        shows_other_images=False,
     )
     scorer = Scorer(context, RewardGuard(context), weights_F, ["accuracy"])
     computer = AdvantageComputer(

@@ -23,7 +23,6 @@ from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.export import export
 from adora_vl.models.families import COMPONENTS, component_of, freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.weight_sync import (
     adapter_only_settings,
     can_merge,
@@ -34,6 +33,7 @@ from adora_vl.rollout.weight_sync import (
 )
 from adora_vl.utils.errors import RolloutError, UserError
 from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_with_adapter
+from tests.support.stand_ins import settings_of_engine
 
 NAMES = ["first", "second", "third"]
 
@@ -236,7 +236,7 @@ def assert_sent_is_merged(base, model):
     Each name of the base comes once, with the value of PEFT's own merging. A model of these tensors
     answers as the policy does, and the policy stays as it is.
     """
-    assert can_merge(model)
+    assert can_merge(model, lambda parameters: nullcontext())
     state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sent_tensors = tensors_of_sync(model)
     assert list(sent_tensors) == [name for name, _ in base.named_parameters()]
@@ -409,7 +409,7 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     engine.enable_sleep_mode = False
     engine._engine_has_all_parameters = False
     engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
-    engine.settings = EngineSettings()
+    engine.settings = settings_of_engine()
     first = dict(engine._iter_named_params())
 
     assert first.keys() == original.keys()
@@ -468,7 +468,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
             engine.__dict__.update(
                 _weight_metadata=None, _timed=nullcontext, vllm_client=FakeClient()
             )
-            engine.settings = EngineSettings()
+            engine.settings = settings_of_engine()
             engine.server_group = SimpleNamespace(on_first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)
             engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
