@@ -329,6 +329,7 @@ class StepParts:
     def policy_pass(self) -> PolicyPass:
         """Runs the policy forward, computing the prompt of a group once where it can."""
         return PolicyPass(
+            partial(GRPOTrainer._get_per_token_logps_and_entropies, self._trainer),
             self.context.accelerator,
             self.context.config,
             may_have_images=self.images.may_be_shown,

@@ -625,7 +625,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         computes a prompt once per group and without padding. It does so where that is less work and
         the model's attention allows it.
         """
-        return self.parts.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+        return self.parts.policy_pass(*args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of a generation's completions by the policy, (B, C).

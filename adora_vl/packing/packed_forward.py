@@ -53,11 +53,6 @@ CheckpointingContext = Callable[[PassSize], AbstractContextManager[None]]
 RowGroups = list[list[int]]  # the numbers of the rows that share a prompt, group by group
 
 
-def no_checkpointing_context(size: PassSize) -> AbstractContextManager[None]:
-    """Return a context that changes nothing, for a pass of any size."""
-    return nullcontext()
-
-
 def can_share_prompts(config: PreTrainedConfig) -> bool:
     """Return whether a packed pass can compute this model's attention.
 
@@ -116,7 +111,7 @@ class PackedForward:
     def __init__(
         self,
         accelerator: Accelerator,
-        checkpointing_context: CheckpointingContext = no_checkpointing_context,
+        checkpointing_context: CheckpointingContext,
     ) -> None:
         """Create the pass.
 
@@ -130,10 +125,7 @@ class PackedForward:
         self.is_checked = False  # whether packed and padded rows have been compared
 
     def __call__(
-        self,
-        inputs: PassInputs,
-        compute_padded: Callable[[int, dict[str, Any]], PassResult],
-        check_only: bool = False,
+        self, inputs: PassInputs, compute_padded: Callable[[int, dict[str, Any]], PassResult]
     ) -> PassResult | None:
         """Compute log-probabilities and entropies of packed rows if that is less work than padded.
 
@@ -143,22 +135,14 @@ class PackedForward:
             inputs: the arguments of TRL's `_get_per_token_logps_and_entropies`.
             compute_padded: computes the same pass as TRL does, for the first rows. Its arguments
                 are the number of these rows, and their columns.
-            check_only: make the comparison alone. The rows are then packed even if that is more
-                work, and None is returned.
 
         Returns:
             The result of the pass; None where padded rows are less work, or the only way.
         """
-        config = self._accelerator.unwrap_model(inputs.model).config
-        if not can_share_prompts(config):
-            self.disabled_reason = (
-                f"attention {configured_attention(config)} of {config.model_type}"
-            )
+        if not self._can_pack(inputs.model):
             return None
         groups_by_chunk = _groups_by_chunk(inputs)
-        packs_rows = check_only or all(
-            _packing_pays(groups, inputs.rows_on_cpu) for groups in groups_by_chunk
-        )
+        packs_rows = all(_packing_pays(groups, inputs.rows_on_cpu) for groups in groups_by_chunk)
         if not self.is_checked:
             self._check(
                 inputs,
@@ -167,10 +151,33 @@ class PackedForward:
                 packs_rows=packs_rows,
             )
         # `_check` sets `disabled_reason` if packed and padded rows differ.
-        if check_only or not packs_rows or self.disabled_reason:
+        if not packs_rows or self.disabled_reason:
             return None
         self.passes += 1
         return self._compute_chunks(inputs, groups_by_chunk)
+
+    def compare(
+        self, inputs: PassInputs, compute_padded: Callable[[int, dict[str, Any]], PassResult]
+    ) -> None:
+        """Compare packed with padded rows, even if packing these rows is more work. Collective.
+
+        The arguments are those of `__call__`.
+        """
+        if self._can_pack(inputs.model):
+            self._check(
+                inputs,
+                groups=_groups_by_chunk(inputs)[0],
+                compute_padded=compute_padded,
+                packs_rows=True,
+            )
+
+    def _can_pack(self, model: "PreTrainedModel") -> bool:
+        """Return whether the model's rows can be packed; otherwise set `disabled_reason`."""
+        config = self._accelerator.unwrap_model(model).config
+        if can_share_prompts(config):
+            return True
+        self.disabled_reason = f"attention {configured_attention(config)} of {config.model_type}"
+        return False
 
     def _check(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from adora_vl.packing.packed_forward import (
     PackedForward,
     PassInputs,
     PassResult,
-    no_checkpointing_context,
 )
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.types import Batch
@@ -74,22 +74,26 @@ def generation_logps(
         rows_per_pass: rows of one forward pass.
         pixels: used in place of the batch's pixels; None for the batch's own.
     """
-    columns = {
-        name: batch[name]  # type: ignore[literal-required]
-        for name in _INPUT_COLUMNS
-        if name in batch
-    }
+    columns = _input_columns(batch)
     if pixels is not None:
         columns["pixel_values"] = pixels
     with torch.no_grad():
-        logps_BC, _, _ = model_pass(
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            batch_size=rows_per_pass,
-            **columns,
-        )
+        logps_BC, _, _ = model_pass(*_tokens(batch), batch_size=rows_per_pass, **columns)
     return logps_BC
+
+
+def _tokens(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """Return a batch's tokens (B, P + C), their mask, and the width C of the completions."""
+    return (
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        batch["completion_ids"].size(1),
+    )
+
+
+def _input_columns(batch: Batch) -> dict[str, Any]:
+    """Return those columns of a batch that a pass gets besides the tokens."""
+    return {name: batch[name] for name in _INPUT_COLUMNS if name in batch}  # type: ignore[literal-required]
 
 
 @dataclass
@@ -129,15 +133,17 @@ class PolicyPass:
 
     def __init__(
         self,
+        trl_pass: ModelPass,
         accelerator: Accelerator,
         config: AdoraKeys,
         *,
-        may_have_images: bool = False,
-        checkpointing_context: CheckpointingContext = no_checkpointing_context,
+        may_have_images: bool,
+        checkpointing_context: CheckpointingContext,
     ) -> None:
         """Create the pass.
 
         Args:
+            trl_pass: TRL's `_get_per_token_logps_and_entropies`, whose first argument is the model.
             accelerator: the one that has prepared the models.
             config: says whether prompts are shared (`share_prompt`).
             may_have_images: whether any pass may have images; rows without any then get empty
@@ -145,12 +151,12 @@ class PolicyPass:
             checkpointing_context: returns the context in which a pass with gradients is run; it
                 chooses the layers that gradient checkpointing recomputes.
         """
+        self._trl_pass = trl_pass
         self._config = config
         self._may_have_images = may_have_images
         self._checkpointing_context = checkpointing_context
         self.packed_forward = PackedForward(accelerator, checkpointing_context)
         self._watched: WatchedPass | None = None  # set inside of `watch`
-        self._check_only = False  # True inside of `check`
 
     @property
     def shares_prompts(self) -> bool:
@@ -164,19 +170,13 @@ class PolicyPass:
         is_decided = self.packed_forward.is_checked or bool(self.packed_forward.disabled_reason)
         return self._config.uses("share_prompt") and not is_decided
 
-    def check(self, batch: Batch, model_pass: ModelPass) -> None:
+    def check(self, model: "PreTrainedModel", batch: Batch) -> None:
         """Compare the log-probabilities of a batch from packed and from padded rows. Collective.
 
         If they disagree on any rank, every rank goes on with padded rows.
-
-        `model_pass`: the trainer's pass of the policy. It calls this object, which makes only the
-        comparison while `_check_only` is set.
         """
-        self._check_only = True
-        try:
-            generation_logps(batch, model_pass, rows_per_pass=len(batch["completion_ids"]))
-        finally:
-            self._check_only = False
+        inputs = self._pass_inputs(model, *_tokens(batch), **_input_columns(batch))
+        self.packed_forward.compare(inputs, partial(self._compute_padded, inputs, False))
 
     @contextmanager
     def watch(
@@ -206,7 +206,6 @@ class PolicyPass:
 
     def __call__(
         self,
-        trl_pass: Callable[..., PassResult],
         model: "PreTrainedModel",
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -218,20 +217,51 @@ class PolicyPass:
     ) -> PassResult:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
-        `trl_pass` is TRL's method, and the other arguments are those of TRL's method. Tokens that
-        the policy has not sampled (0 in `tool_mask`) get a log-probability of 0: the loss does not
-        read them, and comparisons of two passes see no difference there.
+        The arguments are those of TRL's method. Tokens that the policy has not sampled (0 in
+        `tool_mask`) get a log-probability of 0: the loss does not read them, and comparisons of two
+        passes see no difference there.
 
         A pass without gradients is compared with an engine, an older policy or a reference. None of
         these has dropout, so it is switched off here; TRL leaves it on.
         """
+        inputs = self._pass_inputs(
+            model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            logits_to_keep=logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            **columns,
+        )
+        has_gradients = torch.is_grad_enabled()
+        with nullcontext() if has_gradients else evaluation_mode(model):
+            result = self._compute(inputs, compute_aux_loss)
+        logps_BC, entropies_BC, auxiliary_loss = result
+        sampled_mask_BC = inputs.columns.get("tool_mask")
+        if sampled_mask_BC is not None:
+            logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
+        if self._watched is not None:
+            self._watched.keep_first_result(logps_BC, entropies_BC)
+        return logps_BC, entropies_BC, auxiliary_loss
+
+    def _pass_inputs(
+        self,
+        model: "PreTrainedModel",
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **columns: Any,
+    ) -> PassInputs:
+        """Return the arguments of TRL's method as an object, with the columns of the micro-batch."""
         # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:
             columns["tool_mask"] = sampled_mask_BC
         if self._may_have_images:
             columns = with_image_columns(columns, input_ids)
-        inputs = PassInputs(
+        return PassInputs(
             model=model,
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -241,52 +271,37 @@ class PolicyPass:
             columns=columns,
             known_rows_on_cpu=self._micro_batch.get("rows_on_cpu"),
         )
-        has_gradients = torch.is_grad_enabled()
-        with nullcontext() if has_gradients else evaluation_mode(model):
-            result = self._compute(trl_pass, inputs, compute_aux_loss)
-        logps_BC, entropies_BC, auxiliary_loss = result
-        if sampled_mask_BC is not None:
-            logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
-        if self._watched is not None:
-            self._watched.keep_first_result(logps_BC, entropies_BC)
-        return logps_BC, entropies_BC, auxiliary_loss
 
-    def _compute(
-        self, trl_pass: Callable[..., PassResult], inputs: PassInputs, compute_aux_loss: bool
+    def _compute_padded(
+        self, inputs: PassInputs, compute_aux_loss: bool, rows: int, columns: dict[str, Any]
     ) -> PassResult:
+        """Compute the first `rows` rows as TRL does, each with its own prompt and padding.
+
+        `columns`: those of these rows.
+        """
+        model_columns = {name: value for name, value in columns.items() if name != "tool_mask"}
+        return self._trl_pass(
+            inputs.model,
+            inputs.input_ids[:rows],
+            inputs.attention_mask[:rows],
+            inputs.completion_width,
+            inputs.batch_size,
+            inputs.compute_entropy,
+            compute_aux_loss,
+            **model_columns,
+        )
+
+    def _compute(self, inputs: PassInputs, compute_aux_loss: bool) -> PassResult:
         """Compute a pass: packed where that is less work, else by TRL's method.
 
-        Args:
-            trl_pass: TRL's method.
-            inputs: its arguments.
-            compute_aux_loss: whether the auxiliary loss of a mixture of experts is needed too.
+        `compute_aux_loss`: whether the auxiliary loss of a mixture of experts is needed too.
         """
-
-        def compute_padded(rows: int, columns: dict[str, Any]) -> PassResult:
-            """Compute the first `rows` rows as TRL does, each with its own prompt and padding."""
-            model_columns = {name: value for name, value in columns.items() if name != "tool_mask"}
-            return trl_pass(
-                inputs.model,
-                inputs.input_ids[:rows],
-                inputs.attention_mask[:rows],
-                inputs.completion_width,
-                inputs.batch_size,
-                inputs.compute_entropy,
-                compute_aux_loss,
-                **model_columns,
-            )
-
+        compute_padded = partial(self._compute_padded, inputs, compute_aux_loss)
         may_pack = self._config.uses("share_prompt") and not self.packed_forward.disabled_reason
         if may_pack and not compute_aux_loss:  # a packed pass computes no auxiliary loss
-            result = self.packed_forward(inputs, compute_padded, check_only=self._check_only)
+            result = self.packed_forward(inputs, compute_padded)
             if result is not None:
                 return result
-        row_count = len(inputs.input_ids)
-        if self._check_only:  # `check` does not read the result
-            no_logps_BC = torch.zeros(
-                row_count, inputs.completion_width, device=inputs.input_ids.device
-            )
-            return no_logps_BC, None, None
         checkpointing: AbstractContextManager[None] = nullcontext()
         if torch.is_grad_enabled():
             size = padded_size(
@@ -294,4 +309,4 @@ class PolicyPass:
             )
             checkpointing = self._checkpointing_context(size)
         with checkpointing:
-            return compute_padded(row_count, inputs.columns)
+            return compute_padded(len(inputs.input_ids), inputs.columns)

@@ -129,7 +129,7 @@ class GenerationLogps:
             return
         row_count = min(self.context.layout.micro_batch_rows, len(batch["completion_ids"]))
         compared_rows = RowReader(batch).take(range(row_count))
-        self.policy_pass.check(compared_rows, partial(self.model_pass, self.policy))
+        self.policy_pass.check(self.policy, compared_rows)
 
     def add_to_later_updates(self, micro_batches: Sequence[Batch]) -> None:
         """Compute the old log-probabilities of later optimizer steps and add them to their batches.

@@ -164,15 +164,19 @@ class Subject:
             group.mask,
             group.completion,
         )
-        logps = (
-            policy(self.separate, *arguments) if policy is not None else self.separate(*arguments)
-        )[0]
+        logps = (policy(*arguments) if policy is not None else self.separate(*arguments))[0]
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
         """Return a policy pass that shares prompts."""
         switches: Any = SimpleNamespace(uses=lambda part: True)
-        return PolicyPass(self.accelerator, switches)
+        return PolicyPass(
+            self.separate,
+            self.accelerator,
+            switches,
+            may_have_images=False,
+            checkpointing_context=lambda size: nullcontext(),
+        )
 
     def exactness_lines(
         self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]

@@ -6,6 +6,7 @@ one draws.
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,17 +84,24 @@ def dropout_policy() -> Any:
     """Return a model that is dropout alone, and `score(learns)`, the policy's pass over it."""
     model = nn.Dropout(0.5)
     model.train()
-    policy_pass = PolicyPass(Accelerator(cpu=True), training_config(adora_stock_step=True))
 
     def pass_by_stock_trl(
         model: nn.Module, ids_BS: Tensor, *_: object
     ) -> tuple[Tensor, None, None]:
         return model(torch.ones(ids_BS.shape)), None, None
 
+    policy_pass = PolicyPass(
+        pass_by_stock_trl,
+        Accelerator(cpu=True),
+        training_config(adora_stock_step=True),
+        may_have_images=False,
+        checkpointing_context=lambda size: nullcontext(),
+    )
+
     def score(*, learns: bool) -> Tensor:
         ids_BS = torch.zeros(4, 50, dtype=torch.long)
         with torch.set_grad_enabled(learns):
-            return policy_pass(pass_by_stock_trl, model, ids_BS, ids_BS, 50)[0]
+            return policy_pass(model, ids_BS, ids_BS, 50)[0]
 
     return SimpleNamespace(score=score, model=model)
 

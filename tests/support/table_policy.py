@@ -5,6 +5,7 @@ table.
 """
 
 from collections import defaultdict
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -71,23 +72,26 @@ class TableTrainer(AdoraGRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: LogitsTable, ids_BS: Tensor, *rest: Any, **_: object
     ) -> Any:
-        """Make a pass as our trainer does, with the table in place of TRL's model."""
+        """Make a pass as our trainer does, but without the columns of images."""
+        return self.parts.policy_pass(model, ids_BS, *rest)
 
-        def look_up(
-            model: LogitsTable,
-            ids_BS: Tensor,
-            mask_BS: Tensor,
-            completion_length: int,
-            *_: object,
-            **__: object,
-        ) -> tuple[Tensor, Tensor, None]:
-            """Stand in for TRL's method, which returns a loss of experts as well."""
-            numbers_B = ids_BS[:, 0]
-            completion_ids_BC = ids_BS[:, -completion_length:]
-            logps_BC, entropies_BC = model.scores(numbers_B, completion_ids_BC)
-            return logps_BC, entropies_BC, None
 
-        return self.parts.policy_pass(look_up, model, ids_BS, *rest)
+def look_up(
+    model: LogitsTable,
+    ids_BS: Tensor,
+    mask_BS: Tensor,
+    completion_length: int,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor, None]:
+    """Return a table's log-probabilities and entropies in place of TRL's method.
+
+    That method returns a loss of experts as well.
+    """
+    numbers_B = ids_BS[:, 0]
+    completion_ids_BC = ids_BS[:, -completion_length:]
+    logps_BC, entropies_BC = model.scores(numbers_B, completion_ids_BC)
+    return logps_BC, entropies_BC, None
 
 
 class SingleProcessAccelerator:
@@ -173,7 +177,13 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     reference_guard = ReferenceGuard(context, rounding=0.0)
     # It would make a pass of the reference, which tests that count passes do not expect.
     reference_guard.needs_check = lambda step: False  # type: ignore[method-assign]
-    policy_pass = PolicyPass(context.accelerator, args)
+    policy_pass = PolicyPass(
+        look_up,
+        context.accelerator,
+        args,
+        may_have_images=False,
+        checkpointing_context=lambda size: nullcontext(),
+    )
     recorder = FakeRecord()
     micro_batcher = MicroBatcher(
         context,

@@ -6,7 +6,7 @@ gradients are compared in float64.
 """
 
 import warnings
-from functools import partial
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -478,7 +478,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         assert len(columns["pixel_values"]) == 5 * 24
         return expected[:row_count], None, None
 
-    forward = PackedForward(Accelerator(cpu=True))
+    forward = PackedForward(Accelerator(cpu=True), lambda size: nullcontext())
     pass_inputs = PassInputs(
         model,
         input_ids=rows["ids"],
@@ -513,13 +513,19 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
     expected = padded_logps(model, rows).detach() + gap
     add_fused_lm_head(model)
     switches: Any = SimpleNamespace(uses=lambda part: part == "share_prompt")
-    policy = PolicyPass(Accelerator(cpu=True), switches)
     row_counts: list[int] = []
 
     def separate_rows(model: Any, ids: Tensor, *_: object, **__: object) -> Any:
         row_counts.append(len(ids))
         return expected[: len(ids)], None, None
 
+    policy = PolicyPass(
+        separate_rows,
+        Accelerator(cpu=True),
+        switches,
+        may_have_images=False,
+        checkpointing_context=lambda size: nullcontext(),
+    )
     prompt_width = rows["ids"].size(1) - rows["completion"]
     columns: Any = {
         "prompt_ids": rows["ids"][:, :prompt_width],
@@ -531,7 +537,7 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
     assert not policy.shares_prompts, "nothing is known yet"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        policy.check(columns, partial(policy, separate_rows, model))
+        policy.check(model, columns)
     assert row_counts == [2]
     assert policy.packed_forward.passes == 0
     assert not policy.needs_check
