@@ -55,7 +55,7 @@ class Batch(TypedDict, total=False):
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
-    pixel_values: Tensor  # patches, or references to them (adora_vl.packing.image_store)
+    pixel_values: Tensor  # patches, or their numbers (adora_vl.packing.image_store)
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # TRL has the columns above. This package adds those below.
@@ -76,7 +76,7 @@ class Batch(TypedDict, total=False):
 class RowImages(NamedTuple):
     """The images of a row, or of its prompt or completion alone, one after the other."""
 
-    pixels: Tensor  # references into an image bank (patches, 1), or pixels (patches, D)
+    pixels: Tensor  # patch numbers of an image bank (patches, 1), or pixels (patches, D)
     grids: Tensor  # (images, 3): each image's (temporal, height, width) in patches
 
 
@@ -114,12 +114,12 @@ class RowsOnCpu:
             prompt_mask: (B, P).
             completion_mask: (B, C).
             columns: the batch's columns of images and tools by their names. Pixels are large and
-                stay on their device. References to an image bank are copied.
+                stay on their device. Patch numbers of an image bank are copied.
         """
         # Numbers of patches in an image bank, which are copied, or pixels, which stay where they
         # are.
         pixels: Any = columns.get("pixel_values")
-        has_references = pixels is not None and not pixels.is_floating_point()
+        has_patch_numbers = pixels is not None and not pixels.is_floating_point()
         prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))
         tensors_to_copy = {
             "prompt_ids": prompt_ids,
@@ -129,7 +129,7 @@ class RowsOnCpu:
             "completion_types": completion_types,
             "policy_mask": columns.get("tool_mask"),
             "grids": columns.get("image_grid_thw"),
-            "references": pixels if has_references else None,
+            "patch_numbers": pixels if has_patch_numbers else None,
         }
         host_tensors = _copy_to_host(tensors_to_copy)
         completion_types = host_tensors["completion_types"]
@@ -142,7 +142,7 @@ class RowsOnCpu:
             completion_lengths=cast("Tensor", host_tensors["lengths"]).tolist(),
             images=_images_of_rows(
                 len(prompt_ids),
-                pixels=host_tensors["references"] if has_references else pixels,
+                pixels=host_tensors["patch_numbers"] if has_patch_numbers else pixels,
                 grids=host_tensors["grids"],
                 num_images=columns.get("num_images"),
             ),

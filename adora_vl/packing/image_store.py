@@ -1,6 +1,6 @@
 """Storage of processed images: a cache of the processor's results, and banks for the batches.
 
-A batch holds references into a bank, the numbers of patches, in place of pixels.
+A batch holds the numbers of patches in a bank in place of pixels.
 """
 
 import hashlib
@@ -259,18 +259,18 @@ def _image_key(image: "ImageInput", settings: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def first_patches(references: Tensor, grids: Tensor) -> list[int]:
+def first_patches(patch_numbers: Tensor, grids: Tensor) -> list[int]:
     """Return the number of each image's first patch, which identifies the image.
 
-    For example, the references 40 41 42 43 80 81 and grids of 4 and 2 patches give [40, 80].
+    For example, the patch numbers 40 41 42 43 80 81 and grids of 4 and 2 patches give [40, 80].
 
     Args:
-        references: (R, 1), the numbers that an image bank has given to the patches of N images.
+        patch_numbers: (R, 1), the numbers that an image bank has given to the patches of N images.
         grids: (N, 3), each image's (temporal, height, width) in patches.
     """
     patch_counts = grids.prod(dim=-1)
-    first_rows = patch_counts.cumsum(0) - patch_counts  # where each image begins in `references`
-    starts: list[int] = references[first_rows.to(references.device), 0].tolist()
+    first_rows = patch_counts.cumsum(0) - patch_counts  # where each image begins in `patch_numbers`
+    starts: list[int] = patch_numbers[first_rows.to(patch_numbers.device), 0].tolist()
     return starts
 
 
@@ -285,10 +285,9 @@ class BankImage(NamedTuple):
 class ImageBank:
     """Stores the patches of distinct images under consecutive numbers.
 
-    A batch has these numbers, called references, in place of its pixels. The number of its first
-    patch is the id of an image. For example, images of 4 and 2 patches in a bank that begins at 100
-    get the references 100 to 103 and 104 to 105, and have the ids 100 and 104. No two banks share
-    numbers.
+    A batch has these numbers in place of its pixels. The number of its first patch is the id of an
+    image. For example, images of 4 and 2 patches in a bank that begins at 100 get the numbers 100
+    to 103 and 104 to 105, and have the ids 100 and 104. No two banks share numbers.
 
     An image is stored as bytes: one frame of each patch, (R, F). They are normalised when a vision
     tower reads them. If an extension has changed the normalised patches, such as by noise, these
@@ -316,7 +315,7 @@ class ImageBank:
     def __len__(self) -> int:
         return len(self._images)
 
-    def references(self, image: ProcessedImage, device: torch.device) -> Tensor:
+    def patch_numbers(self, image: ProcessedImage, device: torch.device) -> Tensor:
         """Return the numbers of the patches of `image`, (R, 1).
 
         A new image is stored first: its bytes are copied to `device`.
@@ -443,9 +442,9 @@ class ImageBanks:
             self._removed_end = max(self._removed_end, bank.end)
             del self._banks[_TEMPORARY_BANK]
 
-    def of(self, reference: int) -> ImageBank:
+    def of(self, patch_number: int) -> ImageBank:
         """Return the bank that stores the patch of this number."""
         for bank in self._banks.values():
-            if bank.first <= reference < bank.end:
+            if bank.first <= patch_number < bank.end:
                 return bank
-        raise AssertionError(f"patch {reference} is in no bank that is still held")
+        raise AssertionError(f"patch {patch_number} is in no bank that is still held")

@@ -25,7 +25,7 @@ from adora_vl.packing.image_store import (
 from adora_vl.packing.prompts import (
     PromptBatch,
     read_prompts,
-    returning_references,
+    returning_patch_numbers,
     with_pictures_of_tools,
 )
 from adora_vl.packing.vision import SharedVision
@@ -90,7 +90,7 @@ class DistinctImages:
 
     Each is processed once (`ImageCache`), stored once (`ImageBanks`), and goes through the vision
     tower once (`SharedVision`). An image bank stores the patches of one batch's images under
-    numbers. Batches have these numbers, called references, in place of pixels.
+    numbers. Batches have these numbers in place of pixels.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DistinctImages:
         *,
         tools_show_images: bool = False,
     ) -> None:
-        """Make the models accept references to patches, and create cache and image banks.
+        """Make the models accept the numbers of patches, and create cache and image banks.
 
         Args:
             models: the policy, and the reference model if there is one.
@@ -126,16 +126,18 @@ class DistinctImages:
         # `install` returns False for a model without a vision tower of a known kind. It changes a
         # model, so it is called for each of them, even if an earlier one refuses.
         is_installed_by_model = [self.vision.install(model) for model in models]
-        accepts_references = all(is_installed_by_model)
+        accepts_patch_numbers = all(is_installed_by_model)
         # whether a batch may have images, of a row or of a tool
-        self.may_be_shown = accepts_references and (tools_show_images or may_have_images(dataset))
-        can_have_cache = accepts_references and can_cache(self.image_processor)
+        self.may_be_shown = accepts_patch_numbers and (
+            tools_show_images or may_have_images(dataset)
+        )
+        can_have_cache = accepts_patch_numbers and can_cache(self.image_processor)
         # The cache of processed images, which the engine uses too. None where images cannot be
         # cached, or `cache_images` is switched off.
         self.cache: ImageCache | None = None
         if can_have_cache and config.uses("cache_images"):
             self.cache = ImageCache(CACHE_BYTES)
-        # Without a cache there are no references to share features by. Every pass then runs the
+        # Without a cache there are no patch numbers to share features by. Every pass then runs the
         # vision tower, also on a rank without images.
         self.vision.share = config.uses("share_vision") and self.cache is not None
         self.vision.switch_batched_windows(on=config.uses("batch_windows"))
@@ -197,7 +199,7 @@ class DistinctImages:
     def prompts(self, rows: Sequence[Row], mode: str, *, refill: bool) -> PromptBatch:
         """Return the prompts of a batch's rows, tokenized and with their images processed.
 
-        Where images are cached, `pixel_values` has references to their patches in an image bank.
+        Where images are cached, `pixel_values` has the numbers of their patches in an image bank.
 
         Args:
             rows: rows of the data set.
@@ -212,7 +214,7 @@ class DistinctImages:
         have_images = any(row.get("images") for row in rows)
         if self.cache is None or not have_images:
             return self.read(rows)
-        processor_context = returning_references(
+        processor_context = returning_patch_numbers(
             self.image_processor, cache=self.cache, bank=bank, device=self._device
         )
         return self.read(rows, processor_context)
@@ -238,7 +240,7 @@ class DistinctImages:
             return prompts
         processor_context: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
-            processor_context = returning_references(
+            processor_context = returning_patch_numbers(
                 self.image_processor, cache=cache, bank=bank, device=self._device
             )
         process = partial(self.image_processor, return_tensors="pt")
@@ -262,7 +264,7 @@ class DistinctImages:
         Args:
             rows: rows of the data set.
             processor_context: a context manager around the processor's work. With
-                `returning_references` the images become references. None: they are pixels.
+                `returning_patch_numbers` the images become patch numbers. None: they are pixels.
         """
         chat_template_kwargs = self._config.chat_template_kwargs or {}
         return read_prompts(rows, self._processor, chat_template_kwargs, processor_context)

@@ -292,7 +292,7 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
     tokens `p1 p2 p3 a1 a2 c1`. It has 5 scored tokens. Its 9 repeated keys are p1 p2 p3 a1 a2 and
     p1 p2 p3 c1.
 
-    `pixels`: the patches of the sequence's images, or references to patches: one entry per patch.
+    `pixels`: the patches of the sequence's images, or the numbers of patches: one entry per patch.
     """
     rows, row_length = packed.ids_NS.shape
     return PassSize(
@@ -422,9 +422,8 @@ def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     For example, with 4 rows per chunk, six rows with the prompts p p q q q q are split into
     [[0, 1], [2, 3]] and [[4, 5]].
 
-    `pixel_values` may be references into an image bank, which are integers, or pixels. References
-    tell which rows have equal images. Pixels do not, so every row with pixels is a group of its
-    own.
+    `pixel_values` may be patch numbers, which are integers, or pixels. Patch numbers tell which
+    rows have equal images. Pixels do not, so every row with pixels is a group of its own.
     """
     rows = range(len(inputs.input_ids))
     rows_per_chunk = inputs.rows_per_chunk

@@ -50,7 +50,7 @@ def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None)
     Args:
         input_ids: prompts and completions of the rows, padded to one length, (B, P + C).
         completion_width: C, the width of the completions.
-        pixels: the patches of all images, or references to patches: one entry for each patch. Rows
+        pixels: the patches of all images, or the numbers of patches: one entry for each patch. Rows
             of the same prompt each have their own copy of its patches.
     """
     rows, row_length = input_ids.shape

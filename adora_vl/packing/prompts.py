@@ -204,13 +204,12 @@ def with_pictures_of_tools(
     )
 
 
-def returning_references(
+def returning_patch_numbers(
     image_processor: "BaseImageProcessor", cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Return a context in which the image processor stores patches and returns references to them.
+    """Return a context in which the image processor stores patches and returns their numbers.
 
-    References are the numbers that an image bank gives to patches. They take the place of pixels in
-    the processor's output.
+    An image bank gives numbers to patches. They take the place of pixels in the processor's output.
 
     Args:
         image_processor: its `preprocess` is replaced.
@@ -220,14 +219,14 @@ def returning_references(
     """
 
     def preprocess(images: "ImageInput", **overrides: Any) -> BatchFeature:
-        """Store the images' patches in the bank, and return references to them as pixels."""
+        """Store the images' patches in the bank, and return their numbers as pixels."""
         settings = effective_settings(image_processor, overrides)
         processed_images = [
             cache.get(image_processor, image, settings) for image in flat_images(images)
         ]
-        references = [bank.references(processed, device) for processed in processed_images]
+        patch_numbers = [bank.patch_numbers(processed, device) for processed in processed_images]
         grids = torch.stack([processed.grid_3 for processed in processed_images])
-        return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
+        return BatchFeature({"pixel_values": torch.cat(patch_numbers), "image_grid_thw": grids})
 
     # A context in which `preprocess` above stands in for the processor's own method.
     return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)

@@ -74,11 +74,11 @@ def vision_language_model(model: nn.Module) -> Any | None:
 
 
 class SharedVision:
-    """Makes models accept references into image banks in place of pixels.
+    """Makes models accept patch numbers of image banks in place of pixels.
 
-    An image bank (`adora_vl.packing.image_store`) stores the patches of images under numbers. Such
-    a number is a reference, and the number of its first patch is the id of an image. So equal
-    images can be told, and the vision tower runs once for each distinct one.
+    An image bank (`adora_vl.packing.image_store`) stores the patches of images under numbers. The
+    number of its first patch is the id of an image. So equal images can be told, and the vision
+    tower runs once for each distinct one.
     """
 
     def __init__(self, banks: ImageBanks) -> None:
@@ -88,7 +88,7 @@ class SharedVision:
         self._towers: list[Any] = []
 
     def install(self, model: nn.Module) -> bool:
-        """Make `model` accept references from now on, in place of pixels.
+        """Make `model` accept patch numbers from now on, in place of pixels.
 
         Its `get_image_features` is replaced. Pixels still go to the model's own method, so
         generation and everything else work as before. Returns whether that was done: a model
@@ -102,9 +102,9 @@ class SharedVision:
         def get_image_features(
             pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any
         ) -> Any:
-            """Return the features of images, which come as references (integers) or as pixels.
+            """Return the features of images, which come as patch numbers (integers) or as pixels.
 
-            With references the features of equal images are computed once.
+            With patch numbers the features of equal images are computed once.
             """
             # Without grids nothing says which patches make up an image.
             if image_grid_thw is None:
@@ -113,8 +113,8 @@ class SharedVision:
             run_on_device = partial(run_tower, vl_model.visual, model_method, kwargs)
             if not len(image_grid_thw):
                 return self._features_of_no_image(vl_model, run_on_device, image_grid_thw.device)
-            has_references = not pixel_values.is_floating_point()
-            if has_references:
+            has_patch_numbers = not pixel_values.is_floating_point()
+            if has_patch_numbers:
                 image_ids = first_patches(pixel_values, image_grid_thw)
                 run = partial(run_on_device, vl_model.visual.device)
                 return self._features_of_images(vl_model, run, image_ids)

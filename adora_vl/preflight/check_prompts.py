@@ -71,8 +71,6 @@ def check_prompts(
     # The model's special tokens, such as the end of a turn, which no text may contain.
     tokens = control_tokens(processor)
     _refuse_control_tokens(config.chat_template_kwargs or {}, tokens)
-    if tools.environments is not None:
-        tools.environments.control_tokens = tokens
     toolbox = None
     if tools.functions:
         toolbox = Toolbox(

@@ -14,7 +14,7 @@ from transformers import TrainerState
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.data.dataloader import with_upright_rgb_images
-from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.data.prompts import asks_for_answer_tags, control_tokens
 from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
 from adora_vl.rewards import try_rewards
@@ -153,7 +153,12 @@ def check_user_code(
         group_size=group_size,
     )
     if tools.environments is not None:
-        groups = tools.environments.reset_for_groups(groups, config.seed, begins_generation=True)
+        groups = tools.environments.reset_for_groups(
+            groups,
+            config.seed,
+            control_tokens=control_tokens(prompts.processor),
+            begins_generation=True,
+        )
     rows_to_grade = [
         row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
     ]

@@ -191,8 +191,8 @@ class DrawnProblem:
     """The number of its row in the data set; -1 where rows are not numbered."""
     key: StepKey
     """The batch for which it was drawn."""
-    slot: int
-    """Its number there, over all ranks."""
+    group_number: int
+    """The number of its group there, over all ranks."""
 
 
 class RolloutKey(NamedTuple):
@@ -238,7 +238,10 @@ class RolloutGroup:
         if sampled_count:
             position = f"{position}/segment-{sampled_count}"
         return rollout_seed(
-            run_seed, position=position, group=problem.slot, member=self.first_member + member
+            run_seed,
+            position=position,
+            group=problem.group_number,
+            member=self.first_member + member,
         )
 
     def tool_seed(self, run_seed: int, member: int) -> str:
@@ -250,7 +253,7 @@ class RolloutGroup:
         """
         problem = self.problem
         number = self.first_member + member
-        return f"{run_seed}/{problem.key.name}/{problem.slot}/{number}"
+        return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
@@ -273,9 +276,9 @@ def new_groups_of_rows(
 ) -> list[RolloutGroup]:
     """Return groups of empty rollouts for the rows that a rank has drawn.
 
-    The slot of a group is its number over all ranks. A group may be divided between ranks; each of
-    them then has a part of it. For example, with groups of 4 and 6 rows per rank, rank 1 has the
-    rows 6 to 11: the last two rollouts of slot 1, with `first_member` 2, and all four of slot 2.
+    Groups are numbered over all ranks. A group may be divided between ranks; each of them then has
+    a part of it. For example, with groups of 4 and 6 rows per rank, rank 1 has the rows 6 to 11:
+    the last two rollouts of group 1, with `first_member` 2, and all four of group 2.
 
     Args:
         rows: a row for each rollout; those of the same problem are neighbours.
@@ -284,14 +287,14 @@ def new_groups_of_rows(
         first_row_number: the number of the first row, counted over all ranks.
         group_size: the number of rollouts of a problem.
     """
-    rows_by_slot: dict[int, list[Any]] = {}
+    rows_by_group: dict[int, list[Any]] = {}
     for number, row in enumerate(rows, first_row_number):
-        rows_by_slot.setdefault(number // group_size, []).append(row)
+        rows_by_group.setdefault(number // group_size, []).append(row)
     groups: list[RolloutGroup] = []
-    for slot, rows_of_group in rows_by_slot.items():
+    for group_number, rows_of_group in rows_by_group.items():
         columns = dict(rows_of_group[0])
         row_number = columns.pop(ROW_NUMBER_COLUMN, -1)
-        problem = DrawnProblem(row_number=row_number, key=key, slot=slot)
+        problem = DrawnProblem(row_number=row_number, key=key, group_number=group_number)
         groups.append(
             RolloutGroup(
                 problem=problem,
@@ -299,7 +302,7 @@ def new_groups_of_rows(
                 start_generation=start_generation,
                 rollouts=(Rollout(),) * len(rows_of_group),
                 # Above 0 only in a group whose first rows an earlier rank has drawn.
-                first_member=max(first_row_number - slot * group_size, 0),
+                first_member=max(first_row_number - group_number * group_size, 0),
             )
         )
     return groups

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adora_vl.data.prompts import CONTROL_TOKENS, find_control_token
+from adora_vl.data.prompts import find_control_token
 from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import replace_surrogates, run_limited
@@ -38,8 +38,6 @@ class Environments:
     """The hash of the factory's file by its path, or of a function by its name."""
     seconds: float
     """The time limit for building or resetting one environment."""
-    control_tokens: Sequence[str] = CONTROL_TOKENS
-    """The control tokens of the model, which `reset` may not return."""
     _instances: list[Any] = field(default_factory=list, init=False)
     """All instances that were built so far."""
     _in_use: int = field(default=0, init=False)
@@ -87,7 +85,12 @@ class Environments:
         return reward_function
 
     def reset_for_groups(
-        self, groups: Sequence[RolloutGroup], run_seed: int, *, begins_generation: bool
+        self,
+        groups: Sequence[RolloutGroup],
+        run_seed: int,
+        *,
+        control_tokens: Sequence[str],
+        begins_generation: bool,
     ) -> list[RolloutGroup]:
         """Return new groups with an environment for each rollout, which was reset.
 
@@ -97,23 +100,26 @@ class Environments:
         Args:
             groups: groups that begin.
             run_seed: the seed of the run.
+            control_tokens: those of the model, which `reset` may not return.
             begins_generation: whether these are the first groups of a generation. All environments
                 are then free again, since no rollout of the last one needs its own any longer.
         """
         if begins_generation:
             self._in_use = 0
-        return [self._reset_for_group(group, run_seed) for group in groups]
+        return [self._reset_for_group(group, run_seed, control_tokens) for group in groups]
 
-    def _reset_for_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
+    def _reset_for_group(
+        self, group: RolloutGroup, run_seed: int, control_tokens: Sequence[str]
+    ) -> RolloutGroup:
         """Return a new group with an environment for each rollout, which was reset.
 
         The text of `reset` is appended to the prompt. All environments are reset with the same
         random numbers, so that the rollouts begin alike. Raises `UserError` if their texts differ
-        even so.
+        even so, or contain a control token, which the model would take for the end of a message.
         """
         problem = group.problem
         message_prefix = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
-        seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
+        seed = f"{run_seed}/{problem.key.name}/{problem.group_number}"
         rollouts = [
             replace(rollout, environment=self._next_free_environment(message_prefix))
             for rollout in group.rollouts
@@ -123,6 +129,12 @@ class Environments:
             for rollout in rollouts
         ]
         for text in texts:
+            token = find_control_token(text, control_tokens)
+            if token is not None:
+                raise UserError(
+                    f"{message_prefix}: reset says {token}, which is a token of the model's own; "
+                    "leave it out of the text"
+                )
             if text != texts[0]:
                 raise UserError(
                     f"{message_prefix}: reset says {texts[0]!r:.60} to one rollout of a problem and "
@@ -168,8 +180,7 @@ class Environments:
             message_prefix: begins the message of an error, such as `environment_factory: row 7`.
             seed: a text that seeds the random numbers in `reset`.
 
-        Raises `UserError` if `reset` fails, returns something else than a text or None, or returns
-        a control token, which the model would take for the end of a message.
+        Raises `UserError` if `reset` fails, or returns something else than a text or None.
         """
 
         def reset() -> object:
@@ -181,14 +192,7 @@ class Environments:
             raise UserError(
                 f"{message_prefix}: reset returned a {type(result).__name__}; return a text or None"
             )
-        text = replace_surrogates(result or "")
-        token = find_control_token(text, self.control_tokens)
-        if token is not None:
-            raise UserError(
-                f"{message_prefix}: reset says {token}, which is a token of the model's own; leave "
-                "it out of the text"
-            )
-        return text
+        return replace_surrogates(result or "")
 
     def _run(self, function: Callable[[], Any], label: str, seed: str) -> Any:
         """Call a function of the user within limits of time and randomness (`run_limited`).

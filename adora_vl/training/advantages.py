@@ -172,11 +172,11 @@ class AdvantageComputer:
         # log-probabilities. Then it is NaN for all rollouts.
         surprisal_PG = facts.surprisal_N.view(-1, group_size)
         has_surprisal = not surprisal_PG.isnan().any()
-        # Work is the number of true claims in a rollout less that of false ones. It is NaN for a
+        # Net claims are the true claims in a rollout less the false ones. They are NaN for a
         # problem without a figure, and a batch may have problems of both kinds. A method that
-        # compares work decides itself about a batch in which all of it is NaN.
-        net_claims_PG = facts.work_N.view(-1, group_size)
-        has_work = self.pipeline.compares_net_claims or not net_claims_PG.isnan().all()
+        # compares them decides itself about a batch in which all of them are NaN.
+        net_claims_PG = facts.net_claims_N.view(-1, group_size)
+        has_net_claims = self.pipeline.compares_net_claims or not net_claims_PG.isnan().all()
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=lengths_PG,
@@ -186,7 +186,7 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             any_function_differs_P=self._rewards_vary(rewards_NF, group_size),
-            net_claims_PG=net_claims_PG if has_work else None,
+            net_claims_PG=net_claims_PG if has_net_claims else None,
         )
 
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:

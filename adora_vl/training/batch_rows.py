@@ -17,7 +17,7 @@ from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
 # The columns of a batch by name, of which `pixel_values` is split by row: a list with an entry for
-# each row. That is its pixels, or references to its patches in an image bank.
+# each row. That is its pixels, or the numbers of its patches in an image bank.
 _SplitBatch = dict[str, Any]
 # The columns of some rows by name, on the CPU. `images` has each distinct image once, by the number
 # of its first patch.
@@ -72,10 +72,10 @@ def _join_images(split: _SplitBatch) -> Batch:
 def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
     """Copy rows to the CPU, with each of their images once.
 
-    In a batch `pixel_values` has references: the numbers under which an image bank stores patches.
-    The number of its first patch identifies an image. In the result `pixel_values` has, for each
-    row, only the numbers of first patches, and `images` has the images by these numbers. For
-    example, two rows share an image of the patches 40 to 43:
+    In a batch `pixel_values` has patch numbers, under which an image bank stores patches. The
+    number of its first patch identifies an image. In the result `pixel_values` has, for each row,
+    only the numbers of first patches, and `images` has the images by these numbers. For example,
+    two rows share an image of the patches 40 to 43:
 
         pixel_values of the rows:    [40 41 42 43], [40 41 42 43]
         pixel_values of the result:  [[40], [40]]

@@ -424,18 +424,20 @@ class GenerationSampler:
         rows: list[Any] = self.pool.rows.__getitems__(drawn_row_numbers)
         self.guard.refuse_unusable(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
-        # The slot is the number of a group over all ranks, and part of its seeds. Each rank has
-        # `pool.max_groups` slots of its own. For example, with 4 of them rank 1 has 4 to 7.
-        first_slot = self.context.accelerator.process_index * self.pool.max_groups
+        # Groups are numbered over all ranks, and the number is part of a group's seeds. Each rank
+        # has `pool.max_groups` numbers of its own. For example, with 4 of them rank 1 has 4 to 7.
+        first_number = self.context.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(
-                problem=DrawnProblem(row_number=row_number, key=generation.key, slot=slot),
+                problem=DrawnProblem(
+                    row_number=row_number, key=generation.key, group_number=number
+                ),
                 row=row,
                 start_generation=generation.number,
                 rollouts=empty_rollouts,
             )
-            for slot, (row_number, row) in enumerate(
-                zip(drawn_row_numbers, rows, strict=True), start=first_slot
+            for number, (row_number, row) in enumerate(
+                zip(drawn_row_numbers, rows, strict=True), start=first_number
             )
         ]
         return self._enter_environments(groups, generation.key.step, begins_generation=False)
@@ -454,6 +456,9 @@ class GenerationSampler:
         if self.environments is not None:
             with self.guard.ending_run_on_user_error(step):
                 groups = self.environments.reset_for_groups(
-                    groups, self.context.config.seed, begins_generation=begins_generation
+                    groups,
+                    self.context.config.seed,
+                    control_tokens=self.guard.control_tokens,
+                    begins_generation=begins_generation,
                 )
         return groups

@@ -168,8 +168,8 @@ def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the names of a batch's columns, or None if its rows cannot move to another rank.
 
     Rows can move only between ranks whose batches have the same columns, so the caller compares the
-    names. Rows with pixels, which are floats, are too large to be sent. Rows with references into
-    an image bank, which are integers, are not.
+    names. Rows with pixels, which are floats, are too large to be sent. Rows with patch numbers,
+    which are integers, are not.
     """
     pixels = batch.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():

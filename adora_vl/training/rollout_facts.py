@@ -86,7 +86,7 @@ class RolloutFacts:
     """Seconds that all calls took together."""
     unanswered_N: Tensor
     """Whether the last turn may call a tool and nobody answers, bool."""
-    work_N: Tensor
+    net_claims_N: Tensor
     """True and new claims of the rollout less its errors, at least 0, as `steps` counts them. NaN
     where a row has no figure, and where nothing counts them."""
     missing_reasons: tuple[str | None, ...] = ()
@@ -256,7 +256,7 @@ class RolloutFacts:
     def with_logged(
         self, extra_columns: Mapping[str, list[Any]], logged_metrics: Mapping[str, float]
     ) -> RolloutFacts:
-        """Return the facts with what reward functions logged, and `work_N`, which follows from it.
+        """Return the facts with what reward functions logged, and the `net_claims_N` from it.
 
         Args:
             extra_columns: values of TRL's `log_extra` for all N rollouts, by the column's name.
@@ -266,16 +266,16 @@ class RolloutFacts:
             self,
             extra_columns=extra_columns,
             logged_metrics=logged_metrics,
-            work_N=_work_of_rollouts(extra_columns, len(self.length_N)),
+            net_claims_N=_net_claims(extra_columns, len(self.length_N)),
         )
 
 
-def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int) -> Tensor:
-    """Return the work of N rollouts, (N,): their true claims about the figure less the false ones.
+def _net_claims(extra_columns: Mapping[str, list[Any]], rollout_count: int) -> Tensor:
+    """Return the net claims of N rollouts, (N,): true claims about the figure less false ones.
 
-    It is at least 0. The reward function `steps` counts claims, and logs the columns `new` (true
-    ones that a rollout makes for the first time) and `false`. If it has logged none, the work is
-    NaN. For example, `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
+    They are at least 0. The reward function `steps` counts claims, and logs the columns `new` (true
+    ones that a rollout makes for the first time) and `false`. If it has logged none, they are NaN.
+    For example, `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
 
     Args:
         extra_columns: what reward functions have logged for all rollouts, by the column's name.
@@ -284,13 +284,13 @@ def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int
     no_counts: list[Any] = [None] * rollout_count
     true_claims_by_rollout = extra_columns.get("new", no_counts)
     false_claims_by_rollout = extra_columns.get("false", no_counts)
-    work = []
+    net_claims = []
     for true_claims, false_claims in zip(
         true_claims_by_rollout, false_claims_by_rollout, strict=True
     ):
         # A function of the user's may log other values under these names.
         if isinstance(true_claims, int) and isinstance(false_claims, int):
-            work.append(max(0.0, float(true_claims - false_claims)))
+            net_claims.append(max(0.0, float(true_claims - false_claims)))
         else:
-            work.append(torch.nan)
-    return torch.tensor(work, dtype=torch.float32)
+            net_claims.append(torch.nan)
+    return torch.tensor(net_claims, dtype=torch.float32)

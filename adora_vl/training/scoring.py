@@ -252,7 +252,7 @@ class Scorer:
 def measured_facts(unscored_groups: UnscoredGroups, rewards_BF: Tensor) -> RolloutFacts:
     """Return the rewards, lengths and further facts of this rank's B rollouts.
 
-    `work_N` follows from a column that the reward function `steps` logs. It is NaN here, and
+    `net_claims_N` follows from a column that the reward function `steps` logs. It is NaN here, and
     `RolloutFacts.with_logged` fills it.
 
     `rewards_BF`: the rewards that the F reward functions gave them.
@@ -276,7 +276,7 @@ def measured_facts(unscored_groups: UnscoredGroups, rewards_BF: Tensor) -> Rollo
         tool_calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
-        work_N=torch.full((len(rollouts),), torch.nan),
+        net_claims_N=torch.full((len(rollouts),), torch.nan),
         unanswered_N=torch.tensor([rollout.finish_reason.is_unanswered for rollout in rollouts]),
     )
 

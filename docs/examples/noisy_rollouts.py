@@ -181,7 +181,7 @@ class NoisyRollouts(Extension):
         level = self.level(problem.key.step)
         if first_distorted == generations or level <= 0:
             return [None] * len(group.rollouts)
-        key = f"noise/{self.context.config.seed}/{problem.key.name}/{problem.slot}"
+        key = f"noise/{self.context.config.seed}/{problem.key.name}/{problem.group_number}"
         noisy = [
             distorted(
                 as_seen(image, self.images.image_processor),

@@ -115,7 +115,7 @@ def half_black(
     """Yields the `pixel_values` of the batch with about half of every image black.
 
     It is the same half for all rollouts of a group, and `seed` seeds it; None is yielded for a
-    batch without the column. `pixel_values` are pixels, or references to the bank of images that
+    batch without the column. `pixel_values` are pixels, or patch numbers of the bank of images that
     the training batch shares. Inside the block that bank is one of these half black images.
     """
     pixels = batch.get("pixel_values")
@@ -126,7 +126,7 @@ def half_black(
         elif pixels.is_floating_point():
             yield _of_pixels(pixels, grids, image_processor, seed)
         else:
-            yield _of_references(pixels, grids, banks, bank, image_processor, seed)
+            yield _of_patch_numbers(pixels, grids, banks, bank, image_processor, seed)
 
 
 def _of_pixels(
@@ -142,16 +142,16 @@ def _of_pixels(
     return torch.cat(images)
 
 
-def _of_references(
-    references: Tensor,
+def _of_patch_numbers(
+    patch_numbers: Tensor,
     grids: Tensor,
     banks: ImageBanks,
     bank: ImageBank,
     image_processor: BaseImageProcessor,
     seed: str,
 ) -> Tensor:
-    """References to half black copies, which are put into `bank` once each."""
-    starts = first_patches(references, grids)
+    """Return the patch numbers of half black copies, which are put into `bank` once each."""
+    starts = first_patches(patch_numbers, grids)
     copies: dict[int, Tensor] = {}
     for start in starts:
         if start in copies:
@@ -160,7 +160,7 @@ def _of_references(
         patches_RD, _ = banks.of(start).pixels([start])
         black_D = black_patch(image_processor, patches_RD.size(1))
         copies[start] = bank.store(key, blackened(patches_RD, black_D, f"{seed}/{key}"), grid_3)
-    return torch.cat([copies[start] for start in starts]).to(references.device)
+    return torch.cat([copies[start] for start in starts]).to(patch_numbers.device)
 
 
 @dataclass

@@ -118,12 +118,12 @@ class RecordingTrainer(AdoraGRPOTrainer):
             self.tensors_of_last_sync += 1
             yield named_tensor
 
-    def pixels(self, references: torch.Tensor) -> torch.Tensor:
-        """Return what the references of this batch stand for until the next batch is made."""
-        if references.is_floating_point():
-            return references
-        bank = self.parts.images.banks.of(int(references[0, 0]))
-        return bank.pixels(bank.image_ids)[0][references[:, 0] - bank.first]
+    def pixels(self, patch_numbers: torch.Tensor) -> torch.Tensor:
+        """Return what the patch numbers of this batch stand for until the next batch is made."""
+        if patch_numbers.is_floating_point():
+            return patch_numbers
+        bank = self.parts.images.banks.of(int(patch_numbers[0, 0]))
+        return bank.pixels(bank.image_ids)[0][patch_numbers[:, 0] - bank.first]
 
     def present_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Score a batch with the present weights: log-probabilities (B, C)."""

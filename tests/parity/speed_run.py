@@ -52,7 +52,7 @@ from tests.support.parity import (  # noqa: E402
 )
 
 SWITCHABLE_PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
-# What each step has on. Sharing vision and prompts needs the references that the image cache gives.
+# What each step has on. Sharing vision and prompts needs the image cache's patch numbers.
 PARTS_ON_BY_STEP: dict[str, list[str]] = {
     "off": [],
     "off again": [],
@@ -66,9 +66,7 @@ PARTS_ON_BY_STEP: dict[str, list[str]] = {
     "spread": ["cache_images", "skip_zero_signal", "spread_signal"],
     "fill": ["cache_images", "share_prompt", "fill_micro_batches"],
     "fill separate rows": ["fill_micro_batches"],
-    "no padding": [
-        "share_prompt"
-    ],  # without references to images nothing tells which rows share a prompt
+    "no padding": ["share_prompt"],  # without patch numbers nothing tells which rows share a prompt
     "all": SWITCHABLE_PARTS,
     "refill": SWITCHABLE_PARTS,  # with a further batch in the place of what has no signal
 }

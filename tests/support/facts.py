@@ -27,7 +27,7 @@ def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
         "failed_calls_N": zeros_N,
         "tool_seconds_N": zeros_N,
         "unanswered_N": zeros_N.bool(),
-        "work_N": torch.full_like(zeros_N, torch.nan),
+        "net_claims_N": torch.full_like(zeros_N, torch.nan),
         "missing_reasons": (None,) * len(rewards_NF),
     }
     return RolloutFacts(rewards_NF=rewards_NF, **{**fields, **columns})

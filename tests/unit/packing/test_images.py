@@ -33,7 +33,7 @@ from adora_vl.packing.image_store import (
     one_frame,
 )
 from adora_vl.packing.images import may_have_images
-from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_references
+from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_patch_numbers
 from adora_vl.record import trackers
 from adora_vl.utils import compat
 from tests.support.pictures import noise_picture
@@ -142,16 +142,16 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     banks = ImageBanks()
     cpu = torch.device("cpu")
     train = banks.new("train")
-    first = train.references(image("a"), cpu)
+    first = train.patch_numbers(image("a"), cpu)
     assert first.tolist() == [[0], [1], [2], [3]]
-    assert train.references(image("a"), cpu).tolist() == first.tolist()
+    assert train.patch_numbers(image("a"), cpu).tolist() == first.tolist()
     assert len(train) == 1
     evaluation = banks.new("eval")
-    assert evaluation.references(image("b"), cpu)[0].item() == 4
+    assert evaluation.patch_numbers(image("b"), cpu)[0].item() == 4
     assert banks.of(2) is train
     assert banks.of(5) is evaluation
     again = banks.new("train")
-    assert again.references(image("c"), cpu)[0].item() == 8
+    assert again.patch_numbers(image("c"), cpu)[0].item() == 8
     with pytest.raises(AssertionError, match="no bank"):
         banks.of(2)
 
@@ -180,7 +180,7 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
                 rows,
                 family_processor,
                 {},
-                returning_references(
+                returning_patch_numbers(
                     family_processor.image_processor, cache, bank, torch.device("cpu")
                 ),
             )
@@ -251,7 +251,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         rows,
         processor,
         {},
-        returning_references(processor.image_processor, cache, bank, torch.device("cpu")),
+        returning_patch_numbers(processor.image_processor, cache, bank, torch.device("cpu")),
     )
     for image in pictures:
         cache.preprocess(processor.image_processor)([image])
@@ -397,14 +397,14 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
     settings = effective_settings(image_processor, {})
     entry = ImageCache(2**20).get(image_processor, noise_picture(1), settings)
     bank = ImageBanks(PatchNormalizer(image_processor, settings)).new("train")
-    bank.references(entry, torch.device("cpu"))
+    bank.patch_numbers(entry, torch.device("cpu"))
     _, stored, grid_3 = bank.image(0)
 
     assert stored.dtype == torch.uint8
     assert 8 * stored.nbytes == expected.nbytes
     assert torch.equal(bank.pixels([0])[0], expected)
-    unprocessed_references = bank.store("changed", -expected, grid_3)
-    pixels, _ = bank.pixels([0, int(unprocessed_references[0])])
+    unprocessed_patch_numbers = bank.store("changed", -expected, grid_3)
+    pixels, _ = bank.pixels([0, int(unprocessed_patch_numbers[0])])
     assert torch.equal(pixels, torch.cat([expected, -expected]))
 
 

@@ -431,9 +431,9 @@ def logits_and_generated_tokens(model: Any, rows: Batch) -> tuple[Tensor, Tensor
     return output.logits, tokens
 
 
-@pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
-def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
-    """Rows of a group share their prompt if references tell that their images are equal.
+@pytest.mark.parametrize("has_patch_numbers", [True, False], ids=["patch_numbers", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_patch_numbers, monkeypatch):
+    """Rows of a group share their prompt if patch numbers tell that their images are equal.
 
     A reference is the number of a patch in a bank of images. Pixels tell nothing, so with these
     each row keeps its own prompt. There are groups of five and of three rows, and a chunk has
@@ -449,17 +449,17 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         "mm_token_type_ids": rows["types"],
         "pixel_values": torch.cat([rows["patches"][number] for number in copies]),
     }
-    if has_references:
+    if has_patch_numbers:
         # An image has 24 patches, so that of group 1 has the numbers 24 to 47 in the bank.
         patch_numbers = [torch.arange(24)[:, None] + 24 * number for number in copies]
         inputs["pixel_values"] = torch.cat(patch_numbers)
         image_features = model.model.get_image_features
         bank = torch.cat(rows["patches"])
 
-        def features_of_references(references: Tensor, grid: Tensor, **_: object) -> Any:
-            return image_features(bank[references[:, 0]], grid)
+        def features_of_patch_numbers(patch_numbers: Tensor, grid: Tensor, **_: object) -> Any:
+            return image_features(bank[patch_numbers[:, 0]], grid)
 
-        monkeypatch.setattr(model.model, "get_image_features", features_of_references)
+        monkeypatch.setattr(model.model, "get_image_features", features_of_patch_numbers)
     add_fused_lm_head(model)
     groups_by_chunk: list[Any] = []
 
@@ -494,7 +494,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     assert not forward.disabled_reason
     group_sizes = [[len(group_rows) for group_rows in groups] for groups in groups_by_chunk]
     # The check of the first chunk, then both chunks.
-    if has_references:
+    if has_patch_numbers:
         assert group_sizes == [[5], [5], [3]]
     else:
         assert group_sizes == [[1] * 5, [1] * 5, [1] * 3]

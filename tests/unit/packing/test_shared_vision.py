@@ -167,7 +167,7 @@ def logps_of_separate_rows(model: Any, rows: list[list[int]]) -> Tensor:
 
 
 def logps_of_shared_batch(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
-    """Return log-probabilities from one pass over all rows, with references to pictures, (B, 5).
+    """Return log-probabilities from one pass over all rows, with patch numbers of pictures, (B, 5).
 
     `rows`: the numbers of the pictures of each row. `vision`: has been installed in the model.
     """
@@ -180,12 +180,12 @@ def logps_of_shared_batch(model: Any, vision: SharedVision, rows: list[list[int]
         padded_rows.append(torch.cat([padding, ids]))
     ids_BT = torch.stack(padded_rows)
     all_numbers = [number for pictures_of_row in rows for number in pictures_of_row]
-    references = []
+    patch_numbers = []
     for number in all_numbers:
-        references.append(bank.store(str(number), pictures()[number], GRIDS[number]))
+        patch_numbers.append(bank.store(str(number), pictures()[number], GRIDS[number]))
     columns: dict[str, Any] = {}
-    if references:
-        columns["pixel_values"] = torch.cat(references)
+    if patch_numbers:
+        columns["pixel_values"] = torch.cat(patch_numbers)
         columns["image_grid_thw"] = GRIDS[all_numbers]
     columns = with_image_columns(columns, ids_BT)
     columns.pop("num_images", None)
@@ -221,7 +221,7 @@ def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
 
 
 def assert_as_separate_rows(model_type: str, frozen: bool) -> None:
-    """Assert that a batch with references gives what separate rows with pixels give.
+    """Assert that a batch with patch numbers gives what separate rows with pixels give.
 
     `frozen`: whether the vision tower is not trained.
     """

@@ -33,10 +33,10 @@ def start_noisy_rollouts(
     return started_extension("noisy_rollouts.py:NoisyRollouts", log, keys=keys, **options)
 
 
-def group_of_step(slot: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
+def group_of_step(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """Return a group of a step, or the part of it that a rank has."""
     drawn_problem = DrawnProblem(
-        row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=slot
+        row_number=5, key=StepKey(mode="train", step=step, micro=0), group_number=number
     )
     return RolloutGroup(
         problem=drawn_problem,

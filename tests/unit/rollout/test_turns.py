@@ -408,7 +408,7 @@ def grade_group(rollouts: Sequence[Rollout], *, answer: str) -> GradedGroup:
     prompt = [{"role": "user", "content": "Which?"}]
     row: Any = {"prompt": prompt, "answer": answer, "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
-        problem=DrawnProblem(row_number=0, key=KEY, slot=0),
+        problem=DrawnProblem(row_number=0, key=KEY, group_number=0),
         row=row,
         start_generation=0,
         rollouts=tuple(rollouts),

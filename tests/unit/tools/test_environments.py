@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
+from adora_vl.data.prompts import CONTROL_TOKENS
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -57,7 +58,7 @@ def rollout_group(number, content, answer="x"):
     )
     return RolloutGroup(
         problem=DrawnProblem(
-            row_number=number, key=StepKey(mode="train", step=3, micro=0), slot=number
+            row_number=number, key=StepKey(mode="train", step=3, micro=0), group_number=number
         ),
         row=row,
         start_generation=0,
@@ -91,7 +92,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         rollout_group(1, content_parts),
         rollout_group(2, "Which?", answer=""),
     ]
-    reset_groups = environments.reset_for_groups(new_groups, 7, begins_generation=True)
+    reset_groups = environments.reset_for_groups(
+        new_groups, 7, control_tokens=CONTROL_TOKENS, begins_generation=True
+    )
     first_group, second_group, third_group = reset_groups
     first_rollout, second_rollout = first_group.rollouts
     # `behind` is the random number that `reset` has drawn
@@ -133,8 +136,12 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
 
     # The environments of a generation are used again in the next one.
     assert DoorsEnvironment.count == 6
-    environments.reset_for_groups([rollout_group(3, "Which?")], 7, begins_generation=False)
-    first_group_again, *_ = environments.reset_for_groups(new_groups, 7, begins_generation=True)
+    environments.reset_for_groups(
+        [rollout_group(3, "Which?")], 7, control_tokens=CONTROL_TOKENS, begins_generation=False
+    )
+    first_group_again, *_ = environments.reset_for_groups(
+        new_groups, 7, control_tokens=CONTROL_TOKENS, begins_generation=True
+    )
     assert DoorsEnvironment.count == 8, "6, and 2 for the fourth problem: they are used again"
     assert first_group_again.row == first_group.row, "they are used again"
     assert first_group_again.rollouts[0].environment is first_rollout.environment
@@ -203,7 +210,10 @@ def test_what_is_no_environment_is_refused(entry, reason):
     """An entry that is no class, or whose object misbehaves, is refused with its name and why."""
     with pytest.raises(UserError, match=f"^environment_factory: {reason}"):
         build_environments(entry, 10.0).reset_for_groups(
-            [rollout_group(0, "Which?")], 7, begins_generation=True
+            [rollout_group(0, "Which?")],
+            7,
+            control_tokens=CONTROL_TOKENS,
+            begins_generation=True,
         )
 
 
@@ -217,7 +227,9 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [group] = environments.reset_for_groups([rollout_group(0, "Which?")], 7, begins_generation=True)
+    [group] = environments.reset_for_groups(
+        [rollout_group(0, "Which?")], 7, control_tokens=CONTROL_TOKENS, begins_generation=True
+    )
     group_environments = [rollout.environment for rollout in group.rollouts]
     [warning_line] = nondeterminism_warnings(toolbox, [], group_environments)
     assert warning_line.startswith("tools: 'throw' answers"), (

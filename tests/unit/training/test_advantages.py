@@ -88,7 +88,7 @@ def test_the_facts_of_rollouts_are_gathered_in_one_call():
         )
         for ids in completions
     ]
-    problem = DrawnProblem(row_number=0, key=StepKey(mode="train", step=0, micro=0), slot=0)
+    problem = DrawnProblem(row_number=0, key=StepKey(mode="train", step=0, micro=0), group_number=0)
     built = UnscoredGroups(
         groups=[
             RolloutGroup(problem=problem, row=Row(), start_generation=0, rollouts=tuple(rollouts))

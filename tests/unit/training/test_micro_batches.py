@@ -91,7 +91,7 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
     and [11, 11], the completions [10, 10, 10] and [11, 11, 11], and the advantages 10 and 11.
 
     Args:
-        banks: a bank of theirs gets the images, and the batch has references to it.
+        banks: a bank of theirs gets the images, and the batch has its patch numbers.
         images: a letter for each image.
         completion: tokens of each completion.
         first: the number of the first rollout.
@@ -108,7 +108,9 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
         "sampling_per_token_logps": -numbers_BC.float(),
         "advantages": numbers.float(),
         "rollout_number": numbers,
-        "pixel_values": torch.cat([bank.references(processed_image(key), CPU) for key in images]),
+        "pixel_values": torch.cat(
+            [bank.patch_numbers(processed_image(key), CPU) for key in images]
+        ),
         "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
         "num_images": [1] * rows,
         "num_items_in_batch": torch.tensor(100.0),

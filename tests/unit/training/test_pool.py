@@ -550,16 +550,16 @@ def lengths_without_budget(problem: str, updates: int = 1) -> list[int]:
 
     Args:
         problem: rank and row number. With six groups a generation, for example, `0/8` is the
-            problem in slot 2 of generation 1 on rank 0.
+            third problem of generation 1 on rank 0.
         updates: optimizer steps on a generation, which has so many times six groups.
     """
     rank, number = map(int, problem.split("/"))
-    generation, slot_on_rank = divmod(number, GROUPS_PER_GENERATION * updates)
+    generation, number_on_rank = divmod(number, GROUPS_PER_GENERATION * updates)
     position = f"train/{generation * updates}/0"
-    slot = slot_on_rank + rank * GROUPS_PER_GENERATION * updates  # counted over all ranks
+    group_number = number_on_rank + rank * GROUPS_PER_GENERATION * updates  # counted over all ranks
     lengths = []
     for member in range(GROUP_SIZE):
-        first_seed = rollout_seed(RUN_SEED, position, slot, member)
+        first_seed = rollout_seed(RUN_SEED, position, group_number, member)
         lengths.append(draw_length(first_seed))
     return lengths
 
@@ -797,8 +797,8 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
         position = learned.generation.key.name
         seeds = [
-            rollout_seed(RUN_SEED, position, slot, member)
-            for slot in range(GROUPS_PER_GENERATION)
+            rollout_seed(RUN_SEED, position, group_number, member)
+            for group_number in range(GROUPS_PER_GENERATION)
             for member in range(GROUP_SIZE)
         ]
         assert [request.seed for request in requests] == seeds
@@ -1182,7 +1182,9 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         segments=segments, finish_reason=FinishReason.STOP, pictures=(picture,), calls=(call,)
     )
     group = RolloutGroup(
-        problem=DrawnProblem(row_number=2, key=StepKey(mode="train", step=3, micro=0), slot=1),
+        problem=DrawnProblem(
+            row_number=2, key=StepKey(mode="train", step=3, micro=0), group_number=1
+        ),
         row=Row(),
         start_generation=3,
         rollouts=(

@@ -27,8 +27,8 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
     )
     banks = ImageBanks()
     patches = torch.arange(12, dtype=torch.uint8).view(4, 3)
-    references = banks.new("train").store("digest", patches, torch.tensor([1, 2, 2]))
-    micro_batch: Any = {"pixel_values": references, "completion_ids": torch.ones(4, 2)}
+    patch_numbers = banks.new("train").store("digest", patches, torch.tensor([1, 2, 2]))
+    micro_batch: Any = {"pixel_values": patch_numbers, "completion_ids": torch.ones(4, 2)}
     saved = UnfinishedGeneration(context, banks)
     entry = saved.save(tmp_path, micro_step=1, micro_batches=[micro_batch, micro_batch], table="")
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(entry))
