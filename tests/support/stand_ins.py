@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.rollout.engine_settings import EngineSettings, engine_settings
+from adora_vl.rollout.engine_settings import EngineSettings
 
 
 @cache
@@ -55,8 +55,18 @@ def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) 
 
 
 def settings_of_engine(**fields: Any) -> EngineSettings:
-    """Return the settings of an engine by a run's defaults, and the values of `fields`."""
-    return replace(engine_settings(training_config(), revision=None), **fields)
+    """Return the settings of an engine in this process, with the values of `fields`."""
+    settings = EngineSettings(
+        dtype=None,
+        revision=None,
+        enforce_eager=None,
+        max_num_batched_tokens=4096,
+        engine_caches_images=True,
+        weight_folder=None,
+        answer_timeout_s=900.0,
+        output_dir=".",
+    )
+    return replace(settings, **fields)
 
 
 def _alone(tensor: Tensor) -> Tensor:
