@@ -252,9 +252,9 @@ class PolicyPass:
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        **columns: Any,
+        **columns: object,
     ) -> PassInputs:
-        """Return the arguments of TRL's method as an object, with the columns of the micro-batch."""
+        """Return the arguments of TRL's method, with what the micro-batch has besides them."""
         # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:

@@ -79,7 +79,7 @@ class GenerationSampler:
     generations ahead, so that no rollout is by the present weights."""
     upcoming_rows: Callable[[Sequence[int], int], list[Row]] = no_upcoming_rows
     """Returns the rows that the data loader draws some generations after the rows with these
-    numbers; an empty list where they are not known. The trainer sets it when it makes the loader."""
+    numbers; an empty list where they are not known. The trainer sets it once it has a loader."""
 
     @property
     def generations_ahead(self) -> int:

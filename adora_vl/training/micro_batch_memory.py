@@ -48,8 +48,8 @@ class SubgroupSize:
     def tokens(self, *, shares_prompt: bool) -> int:
         """Return how many tokens the policy's pass has for the subgroup.
 
-        For example, a prompt of 10 tokens with completions of 3 and 5 tokens has 18 if the prompt is
-        computed once for all rows, and 28 if it is computed for each row.
+        For example, a prompt of 10 tokens with completions of 3 and 5 tokens has 18 if the prompt
+        is computed once for all rows, and 28 if it is computed for each row.
         """
         prompts = 1 if shares_prompt else self.rows
         return prompts * self.prompt_tokens + self.completion_tokens

@@ -461,8 +461,8 @@ class MicroBatcher:
     ) -> tuple[Batch, list[bool]]:
         """Move subgroups between the ranks, with the arguments of `carry_out_moves`. Collective.
 
-        Returns the new batch of this rank, and for each of its subgroups whether it is to be learned
-        from. A subgroup that has moved away stays in the batch, and is not learned from here.
+        Returns the new batch of this rank, and for each of its subgroups whether it is to be
+        learned from. A subgroup that has moved away stays in the batch, and is not learned from.
         """
         return carry_out_moves(
             batch,

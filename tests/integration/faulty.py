@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from adora_vl.rollout.importance import Drift
 
@@ -82,9 +83,9 @@ def _enlarge_drift(patches: Any, is_due: Callable[[], bool]) -> None:
     from adora_vl.rollout.importance import drift_over_ranks
     from adora_vl.training import guards
 
-    def enlarged(*args: Any) -> Drift:
+    def enlarged(accelerator: Accelerator, *logps_and_mask: torch.Tensor) -> Drift:
         """Return a drift that is far too large when the fault is due."""
-        drift = drift_over_ranks(*args)
+        drift = drift_over_ranks(accelerator, *logps_and_mask)
         return replace(drift, mean=drift.mean + 1e9) if is_due() else drift
 
     patches.setattr(guards, "drift_over_ranks", enlarged)

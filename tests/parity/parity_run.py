@@ -9,8 +9,7 @@ NAME] [--look NAME] [key=value ...]
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -75,9 +74,8 @@ class RecordingTrainer(AdoraGRPOTrainer):
         self.tensors_of_last_sync = 0
         super().__init__(*args, **kwargs)
         if self.use_vllm:
-            self.vllm_generation._tensors_to_send = partial(
-                self._count_tensors, self.vllm_generation._tensors_to_send
-            )
+            self.tensors_to_send = self.vllm_generation._tensors_to_send
+            self.vllm_generation._tensors_to_send = self.counted_tensors
         drift_guard = self.parts.generation_logps.drift_guard
         check = drift_guard.check_batch
 
@@ -109,12 +107,13 @@ class RecordingTrainer(AdoraGRPOTrainer):
             self.sent.append(self.tensors_of_last_sync)
         return output
 
-    def _count_tensors(
-        self, tensors_to_send: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what a weight sync sends, and count it."""
+    def counted_tensors(self) -> Iterator[object]:
+        """Yield what a weight sync sends.
+
+        `tensors_of_last_sync` counts it.
+        """
         self.tensors_of_last_sync = 0
-        for named_tensor in tensors_to_send():
+        for named_tensor in self.tensors_to_send():
             self.tensors_of_last_sync += 1
             yield named_tensor
 

@@ -168,10 +168,15 @@ class SwitchPartsByStep(TrainerCallback):
         args.adora_stock_step = [
             part for part in SWITCHABLE_PARTS if part not in PARTS_ON_BY_STEP[name]
         ]
+        # These two were made with all parts on.
         images = self.trainer.parts.images
-        images.cache = self.trainer.image_cache if args.uses("cache_images") else None
-        images.vision.share = args.uses("share_vision") and images.cache is not None
-        images.vision.switch_batched_windows(on=args.uses("batch_windows"))
+        vision = images.vision
+        images.cache = self.trainer.image_cache
+        if not args.uses("cache_images"):
+            images.cache = None
+        # Without a cache there is nothing to share images by.
+        vision.share = args.uses("share_vision") and images.cache is not None
+        vision.switch_batched_windows(on=args.uses("batch_windows"))
         self.trainer.parts.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 

@@ -6,7 +6,7 @@ changed. The Accelerator is a fake, since it plays several processes.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -54,19 +54,24 @@ def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) 
     return TrainerState(global_step=step, max_steps=last, is_world_process_zero=is_first_rank)
 
 
-def settings_of_engine(**fields: Any) -> EngineSettings:
-    """Return the settings of an engine in this process, with the values of `fields`."""
-    settings = EngineSettings(
+def settings_of_engine(
+    *,
+    enforce_eager: bool | None = None,
+    weight_folder: str | None = None,
+    answer_timeout_s: float = 900.0,
+    output_dir: str = ".",
+) -> EngineSettings:
+    """Return the settings of an engine, by default of one in this process."""
+    return EngineSettings(
         dtype=None,
         revision=None,
-        enforce_eager=None,
+        enforce_eager=enforce_eager,
         max_num_batched_tokens=4096,
         engine_caches_images=True,
-        weight_folder=None,
-        answer_timeout_s=900.0,
-        output_dir=".",
+        weight_folder=weight_folder,
+        answer_timeout_s=answer_timeout_s,
+        output_dir=output_dir,
     )
-    return replace(settings, **fields)
 
 
 def _alone(tensor: Tensor) -> Tensor:

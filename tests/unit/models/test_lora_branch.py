@@ -32,7 +32,7 @@ def policy_with_adapter(dtype: torch.dtype = torch.float64, **options: Any) -> A
     return model
 
 
-def count_changed_layers(model: Any) -> int:
+def count_changed_layers(model: torch.nn.Module) -> int:
     """Return how many layers have a forward of their own in place of their class's."""
     return sum("forward" in vars(module) for module in model.modules())
 

@@ -162,7 +162,11 @@ def prompt_positions_and_images(model: Any, rows: Batch) -> tuple[Tensor, dict[s
 
 
 def pack_padded_rows(
-    ids_BS: Tensor, attention_mask: Tensor, completion_width: int, **layout: Any
+    ids_BS: Tensor,
+    attention_mask: Tensor,
+    completion_width: int,
+    groups: list[list[int]],
+    prompt_positions: Tensor,
 ) -> PackedSequence:
     """Return padded rows without images as one packed sequence."""
     prompt_width = ids_BS.size(1) - completion_width
@@ -176,8 +180,9 @@ def pack_padded_rows(
         ids_BS,
         attention_mask=attention_mask,
         completion_width=completion_width,
+        groups=groups,
+        prompt_positions=prompt_positions,
         rows_on_cpu=rows_on_cpu,
-        **layout,
     )
 
 
