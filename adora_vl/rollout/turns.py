@@ -54,15 +54,11 @@ class TurnSampler(Protocol[Key]):
     def can_continue(self, key: Key, rollout: Rollout) -> bool:
         """Return whether a rollout may sample more tokens."""
 
-    def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank has rollouts that sample another turn. Collective.
-
-        `continues`: whether this rank has.
-        """
-
 
 def run_turns(
-    rollouts: Mapping[Key, Rollout], turn_sampler: TurnSampler[Key]
+    rollouts: Mapping[Key, Rollout],
+    turn_sampler: TurnSampler[Key],
+    any_rank_continues: Callable[[bool], bool],
 ) -> dict[Key, Rollout]:
     """Sample rollouts turn by turn, until no turn of any rank is answered by a tool.
 
@@ -70,7 +66,11 @@ def run_turns(
     next turn together, and so on. For example, if only b of a, b and c calls a tool, the
     turn_sampler samples a b c, answers b, and samples b. Returns the rollouts by their keys.
 
-    `turn_sampler`: samples and answers one turn of each rollout.
+    Args:
+        rollouts: the rollouts so far, by their keys.
+        turn_sampler: samples and answers one turn of each rollout.
+        any_rank_continues: returns whether any rank has rollouts that sample another turn. It gets
+            whether this rank has, and is collective.
     """
     results = dict[Key, Rollout]()
     running = dict(rollouts)
@@ -85,7 +85,7 @@ def run_turns(
             if not results[key].has_ended and turn_sampler.can_continue(key, results[key])
         }
         # The next call of the engine is collective, so a rank without rollouts goes on too.
-        if not turn_sampler.any_rank_continues(bool(running)):
+        if not any_rank_continues(bool(running)):
             return results
 
 

@@ -227,7 +227,7 @@ class GroupSampler:
 
         `turns`: samples one turn of the unfinished rollouts, and runs the tools that they call.
         """
-        sampled_by_key = run_turns(turns.unfinished, turns)
+        sampled_by_key = run_turns(turns.unfinished, turns, self.any_rank_continues)
         groups = []
         for number, group in enumerate(turns.groups):
             # A rollout that was not sampled, since it had ended before, stays as it is.
@@ -350,10 +350,6 @@ class GroupTurns:
     def can_continue(self, key: RolloutKey, rollout: Rollout) -> bool:
         """Return whether the rollout may sample more tokens now."""
         return self._max_tokens(self.parts_by_rollout[key], rollout) > 0
-
-    def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank wants another turn. Collective in a run with tools."""
-        return self.group_sampler.any_rank_continues(continues)
 
     def make_requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
         """Return the requests for the next turn of the rollouts."""

@@ -79,7 +79,7 @@ class ConversationEngine:
             index: Rollout() for index, reason in enumerate(reasons) if reason is None
         }
         turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
-        finished_rollouts = run_turns(started_rollouts, turns)
+        finished_rollouts = run_turns(started_rollouts, turns, self.any_rank)
         replies: list[Reply | Unanswerable] = []
         for index, reason in enumerate(reasons):
             if reason is None:
@@ -174,13 +174,6 @@ class ConversationTurns:
     def can_continue(self, key: int, rollout: Rollout) -> bool:
         """Return whether the conversation has room for more tokens."""
         return self._tokens_left(key, rollout) > 0
-
-    def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank wants another turn; `continues` says whether this rank does.
-
-        Without tools there is only one turn, so no rank has to ask the others.
-        """
-        return self.engine.any_rank(continues) if self.engine.tool_loop else continues
 
     def _tokens_left(self, key: int, rollout: Rollout) -> int:
         """Return how many tokens the next turn of a conversation may have.

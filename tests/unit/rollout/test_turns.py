@@ -488,10 +488,11 @@ def test_all_rollouts_sample_a_turn_then_those_with_an_answer_the_next_one():
         def can_continue(self, key: str, rollout: Rollout) -> bool:
             return True
 
-        def any_rank_continues(self, continues: bool) -> bool:
-            return next(any_rank_continues)
-
-    results = run_turns(dict.fromkeys(turns_by_key, Rollout()), FakePlayer())
+    results = run_turns(
+        dict.fromkeys(turns_by_key, Rollout()),
+        FakePlayer(),
+        lambda continues: next(any_rank_continues),
+    )
     assert keys_of_each_call == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     segment_counts = {key: len(rollout.segments) for key, rollout in results.items()}
     assert segment_counts == {"a": 1, "b": 5, "c": 3}
