@@ -158,7 +158,9 @@ def test_an_environment_may_have_no_tools_and_a_reward_that_is_awaited():
     members = {"reset": lambda self, **row: "Guess.", "get_reward": async_method}
     environments = build_environments(type("Judged", (), members), seconds=5)
     group = rollout_group(0, "")
-    (group,) = environments.reset_for_groups([group], 7, begins_generation=True)
+    (group,) = environments.reset_for_groups(
+        [group], 7, control_tokens=CONTROL_TOKENS, begins_generation=True
+    )
     assert environments.tools == {}
     assert group.row["prompt"] == [{"role": "user", "content": "Guess."}]
     played = [rollout.environment for rollout in group.rollouts]
