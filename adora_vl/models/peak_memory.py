@@ -38,26 +38,14 @@ class PeakCandidate:
     name: str
     transient_bytes: int  # what is held for this moment only
     kept_bytes: int  # what the language model and its head still keep for the backward pass
-    # share of the language model's layers whose backward pass is over, so that their gradients
-    # exist
-    backward_share: float = 0.0
-
-
-LAYER_BACKWARD_NAME = "one layer going back"
-
-
-@dataclass(frozen=True)
-class PassPeaks:
-    """The moments of a pass at which its memory may be largest, in their order."""
-
-    in_head: PeakCandidate
-    in_first_layer: PeakCandidate  # the first layer of the backward pass, the last of the model
-    later: tuple[PeakCandidate, ...]
 
     @property
-    def all(self) -> tuple[PeakCandidate, ...]:
-        """All of these moments."""
-        return (self.in_head, self.in_first_layer, *self.later)
+    def total_bytes(self) -> int:
+        """Bytes of activations at this moment, of the language model and its head."""
+        return self.transient_bytes + self.kept_bytes
+
+
+_LAYER_BACKWARD_NAME = "one layer going back"
 
 
 @dataclass(frozen=True)
@@ -72,23 +60,19 @@ class ActivationMemory:
     on_gpu: bool = True  # with its kernels
 
     @property
-    def head_gradient(self) -> int:
-        """Bytes of the gradient of the LM head's weight; 0 where it is not trained."""
+    def _tied_head_gradient(self) -> int:
+        """Bytes of the gradient of a weight that LM head and embedding share.
+
+        It is 0 if they are not tied, or not trained. The head's part of this gradient waits for the
+        embedding's part until the end of the backward pass. There both parts and their sum are
+        held.
+        """
         shape = self.shape
-        if not shape.head_is_trained:
+        if not (shape.head_is_trained and shape.ties_embeddings):
             return 0
         return shape.vocabulary_size * shape.text.width * shape.weight_bytes
 
-    @property
-    def tied_head_gradient(self) -> int:
-        """Bytes of the gradient of a weight that head and embedding share; 0 if they are not tied.
-
-        The head's part of this gradient waits for the embedding's part until the end of the
-        backward pass. There both parts and their sum are held.
-        """
-        return self.head_gradient if self.shape.ties_embeddings else 0
-
-    def peaks(self, size: PassSize, recomputed_count: int) -> PassPeaks:
+    def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
         """Return the moments of a pass at which its memory may be largest.
 
         Gradients of weights are not counted, except of a weight that head and embedding share.
@@ -107,36 +91,28 @@ class ActivationMemory:
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         all_kept = saved.text + head_saved  # nothing is released yet
-        tied_head = self.tied_head_gradient
+        tied_head = self._tied_head_gradient
         # what the backward pass of one layer holds beside saved values
         gradients = saved.layer_gradients + tied_head
         in_head = PeakCandidate("logits", head_transient, all_kept)
+        # both parts of a tied gradient and their sum
+        in_embedding = 3 * tied_head
         if recomputed_count == layer_count:
-            recomputed = saved.largest_recomputed + gradients
-            # 3: both parts of a tied gradient and their sum
-            in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(recomputed, 3 * tied_head), all_kept)
-            return PassPeaks(in_head, in_layer, later=())
-        later: list[PeakCandidate] = []
+            in_layer = max(saved.largest_recomputed + gradients, in_embedding)
+            return [in_head, PeakCandidate(_LAYER_BACKWARD_NAME, in_layer, all_kept)]
+        candidates = [in_head, PeakCandidate(_LAYER_BACKWARD_NAME, gradients, all_kept)]
         if recomputed_count:
             # The backward pass of the layers that are not recomputed is over, and their values are
             # released.
-            first_recomputed = PeakCandidate(
-                LAYER_BACKWARD_NAME,
-                transient_bytes=saved.recomputed_layer + gradients,
-                kept_bytes=saved.layer_inputs,
-                backward_share=(layer_count - recomputed_count) / layer_count,
+            in_recomputed = saved.recomputed_layer + gradients
+            candidates.append(
+                PeakCandidate(_LAYER_BACKWARD_NAME, in_recomputed, saved.layer_inputs)
             )
-            later.append(first_recomputed)
         # Behind all layers come the vision tower's blocks and the embedding.
-        vision_block = saved.recomputed_block + gradients
-        for transient_bytes in (vision_block, 3 * tied_head):
-            later.append(
-                PeakCandidate(
-                    LAYER_BACKWARD_NAME, transient_bytes, kept_bytes=0, backward_share=1.0
-                )
-            )
-        in_layer = PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)
-        return PassPeaks(in_head, in_layer, tuple(later))
+        in_vision_block = saved.recomputed_block + gradients
+        at_end = max(in_vision_block, in_embedding)
+        candidates.append(PeakCandidate(_LAYER_BACKWARD_NAME, at_end, kept_bytes=0))
+        return candidates
 
     def mask_and_vision_bytes(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
         """Return the bytes that are held during the whole pass: of attention mask and vision tower.
@@ -153,9 +129,8 @@ class ActivationMemory:
         `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
         mask, vision = self.mask_and_vision_bytes(size, recomputed_count)
-        candidates = self.peaks(size, recomputed_count).all
-        peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
-        return peak + mask + vision
+        candidates = self.peak_candidates(size, recomputed_count)
+        return max(candidate.total_bytes for candidate in candidates) + mask + vision
 
     def fewest_recomputed_layers(self, size: PassSize, limit_bytes: int) -> int:
         """Return the fewest layers to recompute so that a pass takes at most `limit_bytes`.

@@ -11,15 +11,8 @@ from adora_vl.config.batch_plan import subgroup_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
 from adora_vl.models import activations
-from adora_vl.models.activations import FLOAT32_BYTES, DtypeBytes, PassSize, PlannedMicroBatch
-from adora_vl.models.families import LANGUAGE_MODEL
-from adora_vl.models.peak_memory import (
-    LAYER_BACKWARD_NAME,
-    ActivationMemory,
-    PassPeaks,
-    PeakCandidate,
-    usable_bytes,
-)
+from adora_vl.models.activations import DtypeBytes, PassSize, PlannedMicroBatch
+from adora_vl.models.peak_memory import ActivationMemory, usable_bytes
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning.engine_memory import (
@@ -74,8 +67,6 @@ class MemorySetup:
     has_reference: bool = False  # a reference model for the KL term
     engine: EngineMemorySettings | None = None  # None: no engine shares this GPU
     on_gpu: bool = True
-    # Micro-batches of an optimizer step. From the second on all gradients exist already.
-    micro_batches: int = 2
 
     @property
     def micro_batch(self) -> PlannedMicroBatch:
@@ -341,22 +332,12 @@ def frozen_tower_memory(setup: MemorySetup) -> FrozenTowerMemory:
     return FrozenTowerMemory(feature_bytes=feature_bytes, pass_bytes=input_bytes + block_bytes)
 
 
-class _PeakMoment(NamedTuple):
-    """A moment of a pass at which the memory may be largest, with the gradients that exist then."""
-
-    candidate: PeakCandidate
-    gradient_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of activations and gradients."""
-        return self.candidate.transient_bytes + self.candidate.kept_bytes + self.gradient_bytes
-
-
 def _learning_memory(setup: MemorySetup, gradient_bytes: int, recomputed: int) -> dict[str, int]:
     """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
-    The peak is in the LM head or in the backward pass of a layer, whichever takes more.
+    The peak is in the LM head or in the backward pass of a layer, whichever takes more. All
+    gradients are counted there. Without DeepSpeed the first micro-batch of an optimizer step makes
+    them on its way, and so takes less.
 
     Args:
         setup: The run.
@@ -364,131 +345,16 @@ def _learning_memory(setup: MemorySetup, gradient_bytes: int, recomputed: int) -
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     activation_memory = setup.activation_memory
-    peaks = activation_memory.peaks(setup.pass_size, recomputed)
-    # An optimizer step with a single micro-batch begins without gradients. DeepSpeed allocates them
-    # once for the whole run. With several micro-batches they exist from the second one on.
-    if setup.sharding.stage is None and setup.micro_batches == 1:
-        moments = _moments_with_first_gradients(setup, peaks, gradient_bytes, recomputed)
-    else:
-        moments = [_PeakMoment(candidate, gradient_bytes) for candidate in peaks.all]
-    peak = max(moments, key=lambda moment: moment.total_bytes)
+    candidates = activation_memory.peak_candidates(setup.pass_size, recomputed)
+    peak = max(candidates, key=lambda candidate: candidate.total_bytes)
     mask, vision = activation_memory.mask_and_vision_bytes(setup.pass_size, recomputed)
     return {
-        "gradients": peak.gradient_bytes,
-        "activations": peak.candidate.kept_bytes,
+        "gradients": gradient_bytes,
+        "activations": peak.kept_bytes,
         "attention mask": mask,
         "vision": vision,
-        peak.candidate.name: peak.candidate.transient_bytes,
+        peak.name: peak.transient_bytes,
     }
-
-
-def _moments_with_first_gradients(
-    setup: MemorySetup, peaks: PassPeaks, gradient_bytes: int, recomputed: int
-) -> list[_PeakMoment]:
-    """Return the moments at which a pass without gradients at its start may hold most.
-
-    The backward pass makes the gradients layer by layer, and frees activations on its way. So the
-    peak may be at one of these moments, in the order of the pass:
-
-        1. in the LM head
-        2. in the first layer whose gradients are computed
-        3. in a layer in between
-        4. in the last layer
-        5. at the end
-
-    Args:
-        setup: A run without DeepSpeed that computes one micro-batch per optimizer step.
-        peaks: The moments of the pass, without gradients.
-        gradient_bytes: Bytes of all gradients, at the end of the pass.
-        recomputed: Layers of the language model that gradient checkpointing recomputes.
-    """
-    gradients = _gradients_during_backward(setup, gradient_bytes)
-    first_layer, last_layer = _first_and_last_layer_moments(setup, recomputed)
-    # If head and embedding share a weight, the candidates count its gradient themselves. At the end
-    # the gradient is there three times: the part of the head, that of the embedding, and their sum.
-    tied_head = setup.activation_memory.tied_head_gradient
-    end = PeakCandidate(LAYER_BACKWARD_NAME, transient_bytes=3 * tied_head, kept_bytes=0)
-    in_between: list[_PeakMoment] = []
-    for candidate in peaks.later:
-        # `backward_share` is the share of the layers whose gradients exist at that moment.
-        layer_gradients = int(gradients.of_layers * candidate.backward_share)
-        in_between.append(_PeakMoment(candidate, gradients.after_head + layer_gradients))
-    layers = setup.shape.text.layers
-    before_last_layer = gradients.after_head + gradients.of_layers * (layers - 1) // layers
-    # `peaks.in_first_layer` is not used, since in it the head still keeps its activations. Here
-    # the head has released them.
-    return [
-        _PeakMoment(peaks.in_head, gradients.at_start),
-        _PeakMoment(first_layer, gradients.after_head),
-        *in_between,
-        _PeakMoment(last_layer, before_last_layer),
-        _PeakMoment(end, gradient_bytes - tied_head),
-    ]
-
-
-class _BackwardGradients(NamedTuple):
-    """The bytes of the gradients in a backward pass that begins without them."""
-
-    at_start: int
-    after_head: int
-    of_layers: int  # of all layers of the language model, without head and embedding
-
-
-def _gradients_during_backward(setup: MemorySetup, gradient_bytes: int) -> _BackwardGradients:
-    """Return the gradients that exist at moments of a backward pass that begins without them.
-
-    `gradient_bytes`: the bytes of all gradients, at the end of the pass.
-    """
-    shape = setup.shape
-    head = setup.activation_memory.head_gradient
-    untied_head = head - setup.activation_memory.tied_head_gradient
-    bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
-    # The bytes beyond one number per parameter are DDP's buckets, which exist before the pass.
-    at_start = gradient_bytes - shape.trained_parameters * bytes_per_parameter
-    # The embedding's gradient comes at the end. It is as large as an untied head's.
-    embedding = untied_head
-    of_language_model = shape.trained_by_component[LANGUAGE_MODEL] * bytes_per_parameter
-    return _BackwardGradients(
-        at_start=at_start,
-        after_head=at_start + untied_head,
-        of_layers=of_language_model - head - embedding,
-    )
-
-
-def _first_and_last_layer_moments(
-    setup: MemorySetup, recomputed: int
-) -> tuple[PeakCandidate, PeakCandidate]:
-    """Return what a GPU holds when the backward pass is in its first layer, and in its last one.
-
-    Both are moments at which the memory of the pass may be largest. A `PeakCandidate` has the bytes
-    that are kept for the rest of the pass, and the transient ones of the layer itself.
-
-    `recomputed`: how many of the layers gradient checkpointing recomputes.
-    """
-    layers = setup.shape.text.layers
-    saved = activations.saved_bytes(
-        setup.shape,
-        setup.pass_size,
-        setup.dtypes,
-        checkpointing=setup.checkpointing,
-        recomputed_count=recomputed,
-    )
-    transient_bytes = saved.layer_gradients + setup.activation_memory.tied_head_gradient
-    if recomputed == layers:
-        transient_bytes += saved.largest_recomputed
-    first_layer = PeakCandidate(
-        LAYER_BACKWARD_NAME, transient_bytes=transient_bytes, kept_bytes=saved.text
-    )
-    kept_by_last_layer = saved.text // layers
-    if 0 < recomputed < layers:
-        # Only a part of the layers is recomputed. The backward pass ends in a recomputed layer, and
-        # begins in one that is not.
-        kept_by_last_layer = saved.layer_inputs // recomputed
-        transient_bytes += saved.recomputed_layer
-    last_layer = PeakCandidate(
-        LAYER_BACKWARD_NAME, transient_bytes=transient_bytes, kept_bytes=kept_by_last_layer
-    )
-    return first_layer, last_layer
 
 
 def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:

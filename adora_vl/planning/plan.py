@@ -279,7 +279,6 @@ def build_memory_setup(
         mixed_precision=bool(config.bf16 or config.fp16),
         checkpointing=config.gradient_checkpointing,
         recompute=config.adora_recompute,
-        micro_batches=config.gradient_accumulation_steps,
         has_padding_mask="flash" not in str(model.attn_implementation or ""),
         has_reference=config.beta != 0.0,
         engine=_engine_settings(

@@ -104,10 +104,8 @@ class CardRunResult:
     trained: int = 0  # how many parameters are trained
     prompt: int = 0  # tokens of the longest prompt
     peaks: list[int] = field(default_factory=list)  # bytes of each micro-batch
-    # The memory that the dry run predicts for later micro-batches, and for the first one of an
-    # optimizer step; None where the run has failed.
+    # The memory that the dry run predicts for a micro-batch; None where the run has failed.
     predicted: MemoryPrediction | None = None
-    predicted_first: MemoryPrediction | None = None
     fault: str = ""  # the error that ended the run, with its last lines
     seconds: float = 0.0  # that the simulation took
 
@@ -134,8 +132,8 @@ class CardRunResult:
         return self.card_run.updates / self.card_run.updates_per_generation
 
     @property
-    def first_and_later(self) -> list[tuple[int, int]]:
-        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones.
+    def first_and_later(self) -> list[int]:
+        """The peak bytes of an optimizer step's first micro-batch, and of later ones if there are.
 
         Only steps from the second on count: in the first one the optimizer has no moments yet.
         """
@@ -147,14 +145,7 @@ class CardRunResult:
                 first_peaks.append(peak)
             else:
                 later_peaks.append(peak)
-        measured_and_predicted = []
-        if first_peaks:
-            measured_and_predicted.append(
-                (max(first_peaks), _simulated_bytes(self.predicted_first))
-            )
-        if later_peaks:
-            measured_and_predicted.append((max(later_peaks), _simulated_bytes(self.predicted)))
-        return measured_and_predicted
+        return [max(peaks) for peaks in (first_peaks, later_peaks) if peaks]
 
 
 _DRAWN_TEXT_TOKENS = 60  # about so many tokens has the text of a drawn problem
@@ -240,7 +231,6 @@ def _train(result: CardRunResult, folder: Path) -> None:
     # Not counted on the model: a tensor in 4 bits has two parameters in one number.
     result.parameters = setup.shape.total_parameters
     result.predicted = predict_memory(setup, memory)
-    result.predicted_first = predict_memory(replace(setup, micro_batches=1), memory)
 
 
 def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:

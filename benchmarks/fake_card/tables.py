@@ -88,16 +88,20 @@ def line_of(table: str, row: Sequence[Figures]) -> str:
 
 
 def _memory_cells(figures: Figures) -> list[str]:
-    """Return the cells of a run in the table of memory: what was measured beside its prediction."""
+    """Return the cells of a run in the table of memory: what was measured beside its prediction.
+
+    The prediction has all gradients, so its ratio is to the larger of both peaks.
+    """
     cells = [
         Path(figures["config"]).stem,
         str(figures["layers"] or "all"),
         f"{figures['parameters'] / 1e9:.2f}",
         f"{figures['prompt']:,}",
     ]
-    for peak, predicted in figures["first_and_later"]:
-        cells += [f"{peak / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / peak:.3f}"]
-    return cells
+    peaks = figures["first_and_later"]
+    cells += [f"{peak / GIB:.2f}" for peak in peaks]
+    predicted = figures["predicted"]
+    return [*cells, f"{predicted / GIB:.2f}", f"{predicted / max(peaks):.3f}"]
 
 
 def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
@@ -176,8 +180,6 @@ COLUMNS_BY_TABLE = {
         "billion parameters",
         "prompt",
         "first micro-batch, GiB",
-        "predicted",
-        "ratio",
         "later ones, GiB",
         "predicted",
         "ratio",

@@ -92,8 +92,9 @@ def test_the_host_seldom_waits_and_never_for_a_row(results_by_recipe, subtests):
 
 
 def test_learning_takes_the_memory_that_the_dry_run_predicts(results_by_recipe, subtests):
-    """The memory of first and later micro-batches is within 3 % of what is predicted.
+    """Later micro-batches take what is predicted, within 3 %, and the first one takes less.
 
+    The first one of an optimizer step begins without gradients, and the prediction counts them all.
     All answers are equally long here, since a prediction takes them all for the longest.
     """
     for name, run in results_by_recipe.items():
@@ -101,11 +102,9 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(results_by_recipe, 
             assert run["peak"] < 1.07 * run["predicted"], (
                 "of the one-time check, which weighs less with all layers"
             )
-            assert len(run["first_and_later"]) == 2, (
-                "without gradients at its beginning, and with them"
-            )
-            for peak, predicted in run["first_and_later"]:
-                assert predicted == pytest.approx(peak, rel=0.03)
+            first_peak, later_peak = run["first_and_later"]
+            assert run["predicted"] == pytest.approx(later_peak, rel=0.03)
+            assert 0.8 * run["predicted"] < first_peak < later_peak
 
 
 def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(
@@ -128,8 +127,9 @@ def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(
                 runs_by_layers[0]["flops"]["forward"] == results_by_recipe[name]["flops"]["forward"]
             )
             for run in runs_by_layers:
-                for peak, predicted in run["first_and_later"]:
-                    assert predicted == pytest.approx(peak, rel=0.03)
+                first_peak, later_peak = run["first_and_later"]
+                assert run["predicted"] == pytest.approx(later_peak, rel=0.03)
+                assert first_peak < later_peak
 
 
 def results_of_two_updates(folder: Path, way: str) -> dict[str, Any]:

@@ -435,7 +435,6 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
             )
         },
         {"sequences_per_generation": 512},
-        {"sharding": Sharding(processes=1), "micro_batches": 1},
     ]
     for changes in cases:
         with subtests.test(f"{changes!r:.80}"):
