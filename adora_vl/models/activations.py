@@ -39,67 +39,10 @@ class PassSize:
         """The number of tokens of the pass."""
         return self.rows * self.row_length
 
-
-@dataclass(frozen=True)
-class PlannedMicroBatch:
-    """The sequences of one forward pass as they are planned: all as long as the longest.
-
-    For example, 8 sequences of 4 per problem, with 10 prompt and 5 completion tokens:
-
-        packed:  2 rows of 10 + 4 x 4 = 26 tokens
-        padded:  8 rows of 10 + 5 = 15 tokens
-    """
-
-    sequences: int
-    prompt_tokens: int  # with the image tokens
-    completion_tokens: int
-    image_tokens: int = 0  # per sequence
-    # Rollouts of one problem, whose image passes the vision tower once for all of them. With 1
-    # every sequence has its own copy of the image.
-    sequences_per_problem: int = 1
-    # Whether the rollouts of a problem are one row, which has their prompt once
-    # (`adora_vl.packing.shared_prompt`).
-    packed: bool = False
-
     @property
-    def rows(self) -> int:
-        """The number of rows of the pass."""
-        return self.sequences // self.sequences_per_problem if self.packed else self.sequences
-
-    @property
-    def row_length(self) -> int:
-        """The number of tokens of a row."""
-        if self.packed:
-            # The last token of a completion predicts nothing and is left out of a packed row.
-            return self.prompt_tokens + self.sequences_per_problem * (self.completion_tokens - 1)
-        return self.prompt_tokens + self.completion_tokens
-
-    def patches(self, merge_size: int) -> int:
-        """Return the number of patches of the distinct images.
-
-        An image token covers `merge_size` x `merge_size` patches.
-        """
-        images = self.sequences // self.sequences_per_problem
-        return images * self.image_tokens * merge_size**2
-
-    def pass_size(self, merge_size: int, *, has_padding_mask: bool) -> PassSize:
-        """Return the size of this pass, from which its memory is computed.
-
-        Args:
-            merge_size: an image token covers `merge_size` x `merge_size` patches.
-            has_padding_mask: whether attention takes a padding mask where rows have padding, as
-                SDPA does. A packed pass has no padding and needs none.
-        """
-        # In a packed row every rollout has a copy of its prompt's keys.
-        key_count = self.sequences * (self.prompt_tokens + self.completion_tokens)
-        return PassSize(
-            rows=self.rows,
-            row_length=self.row_length,
-            scored_tokens=self.sequences * self.completion_tokens,
-            repeated_keys=key_count if self.packed else 0,
-            patches=self.patches(merge_size),
-            has_padding_mask=has_padding_mask and not self.packed,
-        )
+    def is_packed(self) -> bool:
+        """Whether the pass is packed, with the prompt of several rollouts once."""
+        return self.repeated_keys > 0
 
 
 def _rms_norm_bytes(width: int, dtypes: DtypeBytes) -> int:

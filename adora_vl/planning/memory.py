@@ -4,23 +4,23 @@ Every function is a pure formula in bytes. Constants that no formula gives are m
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from adora_vl.config.batch_plan import subgroup_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
 from adora_vl.models import activations
-from adora_vl.models.activations import DtypeBytes, PassSize, PlannedMicroBatch
+from adora_vl.models.activations import DtypeBytes, PassSize
 from adora_vl.models.peak_memory import ActivationMemory, usable_bytes
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
-from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning.engine_memory import (
     SLEEPING_ENGINE_BYTES,
     EngineMemory,
     EngineMemorySettings,
     engine_memory,
 )
+from adora_vl.training.micro_batch_memory import SubgroupSize, size_of_pass
 from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
 from adora_vl.utils.files import GIB
 
@@ -47,6 +47,16 @@ class SharedComputation:
 
 
 @dataclass(frozen=True)
+class PlannedMicroBatch:
+    """The rollouts of a micro-batch as they are planned: all as long as the longest."""
+
+    sequences: int
+    prompt_tokens: int  # with the image tokens
+    completion_tokens: int
+    image_tokens: int = 0  # per sequence
+
+
+@dataclass(frozen=True)
 class MemorySetup:
     """Everything about a run that its memory depends on.
 
@@ -69,24 +79,9 @@ class MemorySetup:
     on_gpu: bool = True
 
     @property
-    def micro_batch(self) -> PlannedMicroBatch:
-        """The micro-batch as it is computed: a part that rollouts share is computed once."""
-        batch = self.batch
-        # A subgroup is the rollouts of a group that always share a micro-batch.
-        rows_per_subgroup = subgroup_size(batch.sequences, self.group_size)
-        subgroups = batch.sequences // rows_per_subgroup
-        completion_lengths = [[batch.completion_tokens] * rows_per_subgroup] * subgroups
-        prompt_lengths = [batch.prompt_tokens] * subgroups
-        # A prompt is shared if the config allows it, if several rollouts have the prompt, and if
-        # that saves enough tokens to be faster. The trainer decides by the same rule.
-        shares_prompt = (
-            self.sharing.prompts
-            and rows_per_subgroup > 1
-            and sharing_pays(prompt_lengths, completion_lengths)
-        )
-        shares_anything = self.sharing.vision or shares_prompt
-        sequences_per_problem = rows_per_subgroup if shares_anything else 1
-        return replace(batch, sequences_per_problem=sequences_per_problem, packed=shares_prompt)
+    def rows_per_subgroup(self) -> int:
+        """The number of rollouts of a group that always share a micro-batch."""
+        return subgroup_size(self.batch.sequences, self.group_size)
 
     @property
     def image_count(self) -> int:
@@ -122,9 +117,24 @@ class MemorySetup:
 
     @property
     def pass_size(self) -> PassSize:
-        """The numbers of tokens and patches of a pass over a micro-batch."""
-        return self.micro_batch.pass_size(
-            self.shape.merge_size, has_padding_mask=self.has_padding_mask
+        """The numbers of tokens and patches of a pass over a micro-batch.
+
+        The trainer computes them by the same function. Here all subgroups are alike.
+        """
+        batch = self.batch
+        rows = self.rows_per_subgroup
+        images = 1 if self.sharing.vision else rows
+        subgroup = SubgroupSize(
+            rows=rows,
+            prompt_tokens=batch.prompt_tokens,
+            longest_completion=batch.completion_tokens,
+            completion_tokens=rows * batch.completion_tokens,
+            patches=images * batch.image_tokens * self.shape.merge_size**2,
+        )
+        return size_of_pass(
+            [subgroup] * (batch.sequences // rows),
+            shares_prompts=self.sharing.prompts,
+            masks_padding=self.has_padding_mask,
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adora_vl.config.batch_plan import subgroup_size
 from adora_vl.planning.engine_memory import cache_bytes_per_token
 from adora_vl.planning.memory import SharedComputation, predict_memory
 from adora_vl.planning.what_fits import (
@@ -136,25 +135,24 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
     phases_of_trl = predict_memory(setup_of_trl, plan.gpu_bytes).phases
     sharing_gib = sum(phases[phase].values()) / GIB
     trl_gib = sum(phases_of_trl[phase].values()) / GIB
-    batch = plan.setup.micro_batch
-    has_shared_image = batch.image_tokens > 0 and batch.sequences_per_problem > 1
+    batch = setup.batch
+    rows_per_part = setup.rows_per_subgroup
     shared_parts: list[str] = []
-    if has_shared_image and plan.setup.sharing.images:
+    if setup.sharing.vision and batch.image_tokens > 0 and rows_per_part > 1:
         shared_parts.append("the image")
-    if batch.packed:
+    if setup.pass_size.is_packed:
         shared_parts.append("the prompt")
     lines: list[str] = []
     if shared_parts:
         recompute_note = ", all layers recomputed" if plan.setup.checkpointing else ""
         lines.append(
-            f"Computed once for {batch.sequences_per_problem} rollouts of a micro-batch: "
+            f"Computed once for {rows_per_part} rollouts of a micro-batch: "
             f"{' and '.join(shared_parts)}. "
             f"With one for each {phase} would take {trl_gib:.3g} GiB instead of "
             f"{sharing_gib:.3g}{recompute_note}."
         )
     # A micro-batch with a part of a group computes image and prompt for this part alone.
-    group_size = plan.setup.group_size
-    rows_per_part = subgroup_size(batch.sequences, group_size)
+    group_size = setup.group_size
     if rows_per_part < group_size:
         lines.append(
             f"per_device_train_batch_size: {batch.sequences} splits a group into "

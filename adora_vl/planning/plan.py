@@ -17,7 +17,6 @@ from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.dataset import row_count
 from adora_vl.data.overlong_prompts import LengthCheck
 from adora_vl.data.prompt_lengths import PromptLengths, stored_image_sizes
-from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
 from adora_vl.planning.engine_memory import EngineMemorySettings
@@ -25,6 +24,7 @@ from adora_vl.planning.memory import (
     MAX_IMAGE_TOKENS,
     MemoryPrediction,
     MemorySetup,
+    PlannedMicroBatch,
     SharedComputation,
     predict_memory,
 )

@@ -26,7 +26,6 @@ from adora_vl.config.sharding import (
     sharding_from_file,
     with_deepspeed,
 )
-from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import (
@@ -42,6 +41,7 @@ from adora_vl.planning.engine_memory import (
 )
 from adora_vl.planning.memory import (
     MemorySetup,
+    PlannedMicroBatch,
     SharedComputation,
     frozen_tower_memory,
     predict_memory,
@@ -538,8 +538,8 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
         (12, 3),
         (16, 2),
     ):
-        batch = replace(shared, batch=replace(shared.batch, sequences=sequences)).micro_batch
-        assert batch.patches(2) == images * 1280 * 4
+        setup = replace(shared, batch=replace(shared.batch, sequences=sequences))
+        assert setup.pass_size.patches == images * 1280 * 4
 
 
 def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_recipe):
@@ -618,7 +618,7 @@ def test_a_packed_group_has_its_prompt_once(plan_recipe):
         group_size=8,
     )
     packed = replace(one_sequence_each, sharing=SHARING_ALL)
-    assert packed.micro_batch.packed
+    assert packed.pass_size.is_packed
     assert packed.pass_size.tokens == 1580 + 8 * 199 < one_sequence_each.pass_size.tokens
     memory_before = predict_memory(one_sequence_each, 80 * GIB).phases["forward and backward"]
     memory_after = predict_memory(packed, 80 * GIB).phases["forward and backward"]

@@ -19,7 +19,7 @@ from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     DtypeBytes,
-    PlannedMicroBatch,
+    PassSize,
     head_saved_bytes,
     head_transient_bytes,
     saved_bytes,
@@ -27,6 +27,7 @@ from adora_vl.models.activations import (
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
+from adora_vl.planning.memory import PlannedMicroBatch
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,13 @@ class TinyPolicy:
             config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
         )
         self.dtypes = DtypeBytes(dtype.itemsize, dtype.itemsize)
-        self.measures = size.pass_size(self.shape.merge_size, has_padding_mask=padded)
+        self.measures = PassSize(
+            rows=size.sequences,
+            row_length=size.prompt_tokens + size.completion_tokens,
+            scored_tokens=size.sequences * size.completion_tokens,
+            patches=size.sequences * size.image_tokens * self.shape.merge_size**2,
+            has_padding_mask=padded,
+        )
         self.inputs, self.labels = self._batch(config)
 
     def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -107,7 +114,7 @@ class TinyPolicy:
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "pixel_values": torch.randn(size.patches(2), self.shape.patch_values),
+            "pixel_values": torch.randn(self.measures.patches, self.shape.patch_values),
             "image_grid_thw": torch.tensor([[1, side, side]] * size.sequences),
             "mm_token_type_ids": (ids == config.image_token_id).int(),
         }, labels

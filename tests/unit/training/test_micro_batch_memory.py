@@ -6,7 +6,6 @@ together: it takes the sizes of each rank's groups, in order, and returns ranges
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 
@@ -14,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.models.activations import PlannedMicroBatch
+from adora_vl.config.sharding import Sharding
+from adora_vl.planning.memory import MemorySetup, PlannedMicroBatch, SharedComputation
 from adora_vl.training.micro_batch_memory import (
     SubgroupSize,
     full_subgroup,
@@ -157,22 +157,27 @@ def test_the_planned_pass_is_that_of_the_dry_run():
 
     Both predict memory by the same numbers.
     """
-    planned = PlannedMicroBatch(
-        sequences=8,
-        prompt_tokens=1079,
-        completion_tokens=LONGEST_ANSWER,
-        image_tokens=256,
-        sequences_per_problem=8,
-        packed=True,
+    planned = MemorySetup(
+        shape=SHAPE_OF_3B,
+        sharding=Sharding(),
+        batch=PlannedMicroBatch(
+            sequences=8,
+            prompt_tokens=1079,
+            completion_tokens=LONGEST_ANSWER,
+            image_tokens=256,
+        ),
+        sequences_per_generation=8,
+        group_size=8,
+        sharing=SharedComputation(images=True, vision=True, prompts=True),
     )
     longest_group = full_subgroup(
         [subgroup_of_lengths(1079, ANSWER_LENGTHS, 1024), subgroup_of_lengths(80, ANSWER_LENGTHS)],
         LONGEST_ANSWER,
     )
     size = size_of_pass([longest_group], shares_prompts=True, masks_padding=True)
-    dry_run_size = planned.pass_size(merge_size=2, has_padding_mask=True)
+    assert size == planned.pass_size
     # A rollout's last token predicts nothing, so it is no key.
-    assert size == replace(dry_run_size, repeated_keys=dry_run_size.repeated_keys - 8)
+    assert size.repeated_keys == 8 * (1079 + LONGEST_ANSWER - 1)
 
 
 def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass() -> None:
