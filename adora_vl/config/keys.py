@@ -263,6 +263,14 @@ class AdoraKeys:
             return part not in stock_parts
         return not stock_parts
 
+    @property
+    def shares_vision(self) -> bool:
+        """Whether the vision tower sees an image once for all rollouts of a group.
+
+        Only images that are cached are known to be the same.
+        """
+        return self.uses("cache_images") and self.uses("share_vision")
+
 
 def _check_mixture(dataset_names: list[str], shares: list[float] | None) -> None:
     """Raise `UserError` unless `dataset_name` names each data set once, and the shares fit them.

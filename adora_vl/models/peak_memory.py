@@ -55,9 +55,13 @@ class ActivationMemory:
     shape: ModelShape
     dtypes: DtypeBytes
     checkpointing: bool = True
-    # whether a frozen vision tower sees each image before, so that a pass reads features alone
-    reads_features: bool = False
+    shares_vision: bool = False  # the vision tower sees an image once for all rollouts of a group
     on_gpu: bool = True  # with its kernels
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether a pass reads features alone, since a frozen tower sees each image before it."""
+        return self.shares_vision and self.shape.tower_is_frozen
 
     @property
     def _tied_head_gradient(self) -> int:

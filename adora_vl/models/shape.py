@@ -94,6 +94,12 @@ class ModelShape:
         """The number of parameters that are trained."""
         return sum(self.trained_by_component.values())
 
+    @property
+    def tower_is_frozen(self) -> bool:
+        """Whether neither the vision tower nor the projector is trained."""
+        trained = self.trained_by_component
+        return trained["vision_tower"] == 0 and trained["projector"] == 0
+
     def base_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of the base model, without the parameters of adapters.
 

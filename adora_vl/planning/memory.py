@@ -44,6 +44,8 @@ class SharedComputation:
     images: bool = False  # the pixels of their image are held once
     vision: bool = False  # the vision tower sees their image once
     prompts: bool = False  # their prompt is computed once, where that is less work
+    # Whether they are together in a micro-batch. Otherwise they share only what is computed before.
+    keeps_groups: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class MemorySetup:
     @property
     def rows_per_subgroup(self) -> int:
         """The number of rollouts of a group that always share a micro-batch."""
+        if not self.sharing.keeps_groups:
+            return 1
         return subgroup_size(self.batch.sequences, self.group_size)
 
     @property
@@ -111,7 +115,7 @@ class MemorySetup:
             shape=self.shape,
             dtypes=self.dtypes,
             checkpointing=self.checkpointing,
-            reads_features=frozen_tower_memory(self).pass_bytes > 0,
+            shares_vision=self.sharing.vision,
             on_gpu=self.on_gpu,
         )
 
@@ -323,10 +327,7 @@ def frozen_tower_memory(setup: MemorySetup) -> FrozenTowerMemory:
     """
     shape = setup.shape
     tower = shape.vision
-    is_trained = (
-        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
-    )
-    if tower is None or not setup.sharing.vision or is_trained:
+    if tower is None or not setup.activation_memory.reads_features:
         return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
     image_tokens = setup.image_count * setup.batch.image_tokens
     # With DeepStack (Qwen3-VL) an image token also has features for several deeper layers.

@@ -123,7 +123,8 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
 
     They say how much memory that saves, and whether a larger micro-batch would share more.
     """
-    if not (plan.setup.sharing.vision or plan.setup.sharing.prompts):
+    sharing = plan.setup.sharing
+    if not sharing.keeps_groups or not (sharing.vision or sharing.prompts):
         return []
     # `auto` recomputes as few layers as the GPU has room for. Both runs would then fill the GPU,
     # and their difference would not show.
@@ -138,7 +139,7 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
     batch = setup.batch
     rows_per_part = setup.rows_per_subgroup
     shared_parts: list[str] = []
-    if setup.sharing.vision and batch.image_tokens > 0 and rows_per_part > 1:
+    if sharing.vision and batch.image_tokens > 0 and rows_per_part > 1:
         shared_parts.append("the image")
     if setup.pass_size.is_packed:
         shared_parts.append("the prompt")

@@ -294,13 +294,11 @@ def build_memory_setup(
 def _sharing(config: AdoraGRPOConfig) -> SharedComputation:
     """Return what the steps of a run compute only once for all rollouts of a group."""
     stores_images_once = config.uses("cache_images")
-    # Where groups are not kept together, the rollouts of a group may be in different micro-batches
-    # and share nothing.
-    keeps_groups_together = stores_images_once and not setting_against_regrouping(config)
     return SharedComputation(
         images=stores_images_once,
-        vision=keeps_groups_together and config.uses("share_vision"),
-        prompts=keeps_groups_together and config.uses("share_prompt"),
+        vision=config.shares_vision,
+        prompts=stores_images_once and config.uses("share_prompt"),
+        keeps_groups=not setting_against_regrouping(config),
     )
 
 

@@ -315,7 +315,7 @@ class MicroBatcher:
         return subgroup_sizes(
             rows_on_cpu,
             self.layout.rows_per_subgroup,
-            shares_vision=self.config.uses("share_vision"),
+            shares_vision=self.config.shares_vision,
         )
 
     def _tokens_of(self, sizes: Sequence[SubgroupSize]) -> list[int]:

@@ -337,15 +337,10 @@ def activation_memory_of(
         on_gpu: whether the passes run on a GPU, with its kernels.
     """
     is_mixed_precision = bool(config.bf16 or config.fp16)
-    tower_is_frozen = not (
-        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
-    )
-    shares_vision = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,
         dtypes=dtypes_of(shape, sharding, mixed_precision=is_mixed_precision),
         checkpointing=config.gradient_checkpointing,
-        # Features of a frozen tower are computed before the pass.
-        reads_features=shares_vision and tower_is_frozen,
+        shares_vision=config.shares_vision,
         on_gpu=on_gpu,
     )

@@ -15,8 +15,15 @@ LORA_OF_LINEAR_LAYERS = LoraConfig(
 SHAPE_OF_3B = model_shape(
     config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0], peft_config=LORA_OF_LINEAR_LAYERS
 )
+SHAPE_WITH_FROZEN_TOWER = model_shape(
+    config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0],
+    peft_config=LORA_OF_LINEAR_LAYERS,
+    frozen=("vision_tower", "projector"),
+)
 ACTIVATION_MEMORY_BY_CASE = {
-    "frozen tower": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES, reads_features=True),
+    "frozen tower": ActivationMemory(
+        SHAPE_WITH_FROZEN_TOWER, HALF_PRECISION_BYTES, shares_vision=True
+    ),
     "tower in the pass": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES),
     "no checkpoints": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES, checkpointing=False),
     "CPU": ActivationMemory(SHAPE_OF_3B, DtypeBytes(compute=4, residual=4), on_gpu=False),

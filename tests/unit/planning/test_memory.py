@@ -574,6 +574,13 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
     assert "vision" not in phases["forward and backward"], "a pass without gradients keeps nothing"
     patches = phases["frozen vision tower"]["vision"]
     assert 1.0 * GIB < patches < 1.3 * GIB, "and not 6 GiB, as for all at once"
+    scattered = replace(setup, sharing=replace(SHARING_ALL, keeps_groups=False))
+    assert (
+        predict_memory(scattered, 80 * GIB).phases["frozen vision tower"]
+        == (phases["frozen vision tower"])
+    ), "wherever the rollouts of an image are"
+    assert setup.pass_size.is_packed
+    assert not scattered.pass_size.is_packed, "no two rollouts of a prompt are together"
     larger = replace(setup, sequences_per_generation=2 * setup.sequences_per_generation)
     assert predict_memory(larger, 80 * GIB).phases["frozen vision tower"]["vision"] == patches
 
