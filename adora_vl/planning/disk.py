@@ -13,28 +13,21 @@ from adora_vl.training.model_states import ADAM_MOMENTS
 _SMALL_FILES_BYTES = 2 * 2**20
 
 
-def checkpoint_bytes(
-    shape: ModelShape,
-    sharding: Sharding,
-    *,
-    mixed_precision: bool,
-    saves_reference: bool = False,
-) -> int:
+def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
     """Predict the bytes of one `checkpoint-N` folder, with the files of all ranks.
 
     A checkpoint has the weights and the optimizer. With LoRA the weights are those of the adapter
     alone. DeepSpeed writes files of its own beside the model for `from_pretrained`: float32 master
-    weights, Adam's moments, and the module's weights once more.
+    weights, Adam's moments, and the module's weights once more. A reference model that changes in
+    the run (`sync_ref_model`) is saved too.
 
     Args:
+        config: The training keys.
         shape: The number of parameters of the model, and how many of them are trained.
         sharding: Processes and ZeRO stage.
-        mixed_precision: Whether DeepSpeed computes in bf16 or fp16.
-        saves_reference: Whether the checkpoint has the reference model too, since that model
-            changes in the run (`sync_ref_model`).
     """
     saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
-    reference_bytes = shape.total_parameters * shape.weight_bytes if saves_reference else 0
+    reference_bytes = shape.total_parameters * shape.weight_bytes if config.sync_ref_model else 0
     # Without DeepSpeed, weights and Adam's moments have the dtype of the training. For an adapter
     # that is float32.
     if sharding.stage is None:
@@ -42,7 +35,7 @@ def checkpoint_bytes(
         model_bytes = saved_parameters * bytes_per_parameter
         optimizer_bytes = ADAM_MOMENTS * shape.trained_parameters * bytes_per_parameter
         return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES_BYTES
-    bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
+    bytes_per_parameter = 2 if config.bf16 or config.fp16 else shape.weight_bytes
     model_bytes = saved_parameters * bytes_per_parameter
     master_and_moments_bytes = (1 + ADAM_MOMENTS) * FLOAT32_BYTES
     optimizer_bytes = shape.trained_parameters * master_and_moments_bytes
@@ -52,16 +45,6 @@ def checkpoint_bytes(
         module_parameters -= shape.trained_parameters
     module_bytes = module_parameters * bytes_per_parameter
     return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES_BYTES
-
-
-def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
-    """Predict the bytes of one checkpoint of the run with this config."""
-    return checkpoint_bytes(
-        shape,
-        sharding=sharding,
-        mixed_precision=bool(config.bf16 or config.fp16),
-        saves_reference=config.sync_ref_model,
-    )
 
 
 def max_checkpoint_count(

@@ -29,7 +29,6 @@ from adora_vl.config.sharding import (
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import (
-    checkpoint_bytes,
     max_checkpoint_count,
     max_run_folder_bytes,
     predict_checkpoint_bytes,
@@ -328,15 +327,14 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
-    predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
+    predicted = predict_checkpoint_bytes(training_config(), shape, Sharding())
     assert written <= predicted <= written + 3 * 2**20
     largest = max_run_folder_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
     assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
-    assert predict_checkpoint_bytes(training_config(), shape, Sharding(processes=1)) == predicted
     SyncedReferenceModel(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     reference_bytes = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
-    predicted_with_reference = checkpoint_bytes(
-        shape, Sharding(processes=1), mixed_precision=False, saves_reference=True
+    predicted_with_reference = predict_checkpoint_bytes(
+        training_config(sync_ref_model=True), shape, Sharding()
     )
     assert reference_bytes == pytest.approx(predicted_with_reference - predicted, rel=0.01)
 
