@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, get_scheduler
 
@@ -47,10 +48,17 @@ def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
 def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
     """Raise `UserError` if this machine lacks the optimizer, the trackers or access to the hub.
 
-    The same holds if it allows too few open files. A dry run for another machine checks none of it.
+    The same holds if it allows too few open files, or if accelerate was launched so that the key
+    `deepspeed` does nothing. A dry run for another machine checks none of it.
     """
     if not context.on_this_machine:
         return
+    # Without this the model would be trained undivided, or under ZeRO-3 be loaded in shards.
+    if config.deepspeed and parse_flag_from_env("ACCELERATE_USE_CPU"):
+        raise UserError(
+            "deepspeed: accelerate was launched with use_cpu: true, and does not start DeepSpeed "
+            "then; leave the key out, and launch with configs/accelerate/cpu_zero3.yaml"
+        )
     if config.use_vllm or context.sharding.processes > 1:
         check_open_files()
     check_optimizer(config)

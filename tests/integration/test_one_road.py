@@ -984,8 +984,8 @@ def test_the_key_deepspeed_divides_a_run_on_every_way(
 ):
     """With the key `deepspeed` every way knows the stage of ZeRO and the offloading.
 
-    Nothing in the environment says that DeepSpeed is used. In a dry run the key comes before the
-    config of `accelerate launch`, as in a run.
+    Neither the environment says that DeepSpeed is used, nor does the accelerate config of a planned
+    launch.
     """
     argv = [
         *CPU_KEYS,
@@ -995,12 +995,11 @@ def test_the_key_deepspeed_divides_a_run_on_every_way(
         *("--output_dir", str(tmp_path / "run")),
         *("--deepspeed", str(zero3_file)),
     ]
-    zero2 = CONFIGS_FOLDER / "accelerate" / "zero2.yaml"
-    planned = DryRunOptions(accelerate_config=zero2, processes=1)
+    launch = DryRunOptions(accelerate_config=CONFIGS_FOLDER / "accelerate" / "gpu1.yaml")
     run_by_entry_point: dict[str, Callable[[], ResolvedRun]] = {
         "doctor": lambda: prepare(parse_command(argv), "inspect"),
         "dry run": lambda: prepare_on_paper(parse_command(argv), DryRunOptions()),
-        "dry run of a launch": lambda: prepare_on_paper(parse_command(argv), planned),
+        "dry run of a launch": lambda: prepare_on_paper(parse_command(argv), launch),
         "command": lambda: prepare(parse_command(argv)),
         "Python": lambda: start_from_python([*argv[:-3], str(tmp_path / "python"), *argv[-2:]]),
     }

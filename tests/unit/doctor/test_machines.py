@@ -38,7 +38,7 @@ from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
-from adora_vl.preflight.check_machine import check_several_machines
+from adora_vl.preflight.check_machine import check_machine, check_several_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact_message
@@ -155,6 +155,21 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     ):
         with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):
             context()
+
+
+def test_deepspeed_is_refused_where_accelerate_would_not_start_it(monkeypatch):
+    """A launch with `use_cpu: true`, as of cpu.yaml, does not start DeepSpeed for the key.
+
+    The launch of cpu_zero3.yaml does not set the variable.
+    """
+    zero2 = {"zero_optimization": {"stage": 2}}
+    config = training_config(deepspeed=zero2)
+    context = RunContext(on_this_machine=True, sharding=Sharding(), output_dir_mode="ignore")
+    check_machine(config, context)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    check_machine(training_config(), context)
+    with pytest.raises(UserError, match="^deepspeed: accelerate was launched with use_cpu: true"):
+        check_machine(config, context)
 
 
 # what the scripts in `setup/` add for two machines with 8 processes each
