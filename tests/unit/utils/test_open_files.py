@@ -3,17 +3,18 @@
 import errno
 import resource
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from adora_vl.config.run_context import RunContext
+from adora_vl.config.sharding import Sharding
 from adora_vl.doctor.checks import check_open_files as doctor_check
 from adora_vl.preflight.check_machine import check_machine
 from adora_vl.utils import interrupts
 from adora_vl.utils.checks import Status
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.open_files import NEEDED_OPEN_FILES, open_files_message
+from tests.support.stand_ins import training_config
 
 REMEDY = "`ulimit -n 1024` in a new shell allows more"
 
@@ -48,13 +49,10 @@ def limit_to(monkeypatch):
 
 def check_run(*, use_vllm: bool, processes: int) -> None:
     """Make the preflight checks of a machine."""
-    config: Any = SimpleNamespace(
-        use_vllm=use_vllm, push_to_hub=False, report_to=[], optim="adamw_torch", optim_args=None
+    context = RunContext(
+        on_this_machine=True, sharding=Sharding(processes=processes), output_dir_mode="ignore"
     )
-    context: Any = SimpleNamespace(
-        on_this_machine=True, sharding=SimpleNamespace(processes=processes)
-    )
-    check_machine(config, context)
+    check_machine(training_config(use_vllm=use_vllm), context)
 
 
 @pytest.fixture(autouse=True)
