@@ -25,7 +25,7 @@ from adora_vl.packing.pass_differences import (
     has_dropout,
     rounding_bound,
 )
-from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.packing.policy_pass import ModelPass, PolicyPass
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.resolved_run import ResolvedRun
@@ -93,6 +93,7 @@ class StepParts:
         *,
         clock: PhaseClock,
         models: list[PreTrainedModel],
+        trl_pass: ModelPass,
     ) -> None:
         """Make all objects, once TRL has loaded the models.
 
@@ -102,8 +103,10 @@ class StepParts:
             context: accelerator, config, log and state. Every object gets it.
             clock: what measures the phases of a step.
             models: the policy, and the reference model where there is one.
+            trl_pass: TRL's `_get_per_token_logps_and_entropies` of the trainer, without ours.
         """
         self._trainer = trainer
+        self._trl_pass = trl_pass
         self._run = run
         self._models = models
         self.context = context
@@ -329,7 +332,7 @@ class StepParts:
     def policy_pass(self) -> PolicyPass:
         """Runs the policy forward, computing the prompt of a group once where it can."""
         return PolicyPass(
-            partial(GRPOTrainer._get_per_token_logps_and_entropies, self._trainer),
+            self._trl_pass,
             self.context.accelerator,
             self.context.config,
             may_have_images=self.images.may_be_shown,

@@ -232,7 +232,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             log_weighted=self._means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
-        return StepParts(self, self.run, context, clock=clock, models=models)
+        return StepParts(
+            self,
+            self.run,
+            context,
+            clock=clock,
+            models=models,
+            trl_pass=super()._get_per_token_logps_and_entropies,
+        )
 
     def _replace_callbacks(self) -> None:
         """Add this package's callbacks, and remove those of Transformers that print."""
