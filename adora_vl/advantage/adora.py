@@ -214,11 +214,6 @@ class Adora(Method):
                 "needs optimizer steps of one generation each; make steps_per_generation x "
                 f"num_iterations a multiple of gradient_accumulation_steps: {accumulation_steps}"
             )
-        if keys.deepspeed_plugin is not None:
-            raise ValueError(
-                "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
-                "its learning rate can be scaled; train without DeepSpeed"
-            )
 
 
 def _shuffle(weights: Tensor, *, seed: int, step: int) -> Tensor:

@@ -35,8 +35,6 @@ class RunKeys(Protocol):
     steps_per_generation: int
     num_iterations: int
     gradient_accumulation_steps: int
-    deepspeed_plugin: Any
-    """DeepSpeed's config of the run, from its keys or from `accelerate launch`; None without."""
 
 
 def option(default: object, help: str) -> Any:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
+from adora_vl.advantage.adora import Adora
+from adora_vl.config.sharding import Sharding
 from adora_vl.utils.call_guards import OverdueError, deadline
 from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.convert import convert, options_to_dict, refuse_unknown_options
@@ -343,6 +345,18 @@ def check_methods(config: AdoraGRPOConfig) -> None:
             raise UserError(f"{prefix}{error}") from error
         if name not in METHODS:
             _try_method(name, method, config)
+
+
+def check_methods_fit_sharding(config: AdoraGRPOConfig, sharding: Sharding) -> None:
+    """Raise `UserError` where ADORA is to scale the learning rate of a run with DeepSpeed."""
+    adora = config.methods.by_name.get("adora")
+    scales_learning_rate = isinstance(adora, Adora) and adora.assign == "rate"
+    if sharding.stage is not None and scales_learning_rate:
+        raise UserError(
+            "adora_method.adora.assign: rate does not work with DeepSpeed, which takes its "
+            "optimizer step before its learning rate can be scaled; train without DeepSpeed or "
+            "with assign: criterion"
+        )
 
 
 def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adora_vl.config.batch_plan import BatchLayout
-from adora_vl.config.methods import check_methods
+from adora_vl.config.methods import check_methods, check_methods_fit_sharding
 from adora_vl.config.run_context import RunContext
 from adora_vl.evaluation import EvaluationPlan
 from adora_vl.preflight.check_data import check_evaluations, check_rows, check_tool_reply_room
@@ -55,6 +55,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     check_methods(config)
     check_schedule(config)
     extensions: Mapping[str, Extension] = build_extensions(config)
+    check_methods_fit_sharding(config, context.sharding)
     layout: BatchLayout = check_batches(config, context.sharding)
     check_machine(config, context)
     rewards: RewardSet = check_rewards(request)

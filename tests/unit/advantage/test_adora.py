@@ -18,7 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
-from adora_vl.config.methods import build_pipeline, check_methods
+from adora_vl.config.methods import build_pipeline, check_methods, check_methods_fit_sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
 from tests.support.commands import parse
@@ -736,12 +737,16 @@ def test_a_step_has_one_rate(subtests):
                 check_methods(parse_config(*RATE_ASSIGNMENT_ARGV, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=message):
                 check_methods(parse_config(*RATE_ASSIGNMENT_ARGV, *argv))
-    with subtests.test("DeepSpeed"):
-        ours = parse_config(*RATE_ASSIGNMENT_ARGV)
-        check_methods(ours)
-        ours.deepspeed_plugin = object()
-        with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
-            check_methods(ours)
+
+
+def test_no_learning_rate_is_scaled_with_deepspeed():
+    """DeepSpeed takes its step before the rate can be scaled, so any of its stages is refused."""
+    config = parse_config(*RATE_ASSIGNMENT_ARGV)
+    check_methods_fit_sharding(config, Sharding(processes=2))
+    with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
+        check_methods_fit_sharding(config, Sharding(processes=2, stage=0))
+    default = parse_config("--adora_method.adora.assign", "criterion")
+    check_methods_fit_sharding(default, Sharding(processes=2, stage=3))
 
 
 # Work in place of length
