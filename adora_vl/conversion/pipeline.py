@@ -136,7 +136,7 @@ def _answer_warnings(row: Row) -> dict[str, str]:
     # The answer to a problem with choices is one of them, so its spelling does not matter.
     if row["choices"] is not None:
         return warnings
-    # As the grader of the training reads it: `kind` is `number` or `text`, say, and `reason` says
+    # As the grader of the training reads it: `type` is `number` or `text`, say, and `reason` says
     # why a text is nothing else.
     reference = parse_reference(answer)
     has_number = re.search(r"[0-9]", answer) is not None

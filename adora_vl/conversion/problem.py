@@ -271,7 +271,7 @@ def check_gold(gold: str, row_error: MakeRowError) -> str:
     - It has digits or mathematical signs that cannot be read, as `x#$`. Then only an answer with
       the same signs would be right.
     """
-    # The grader says what an answer is (`kind`, such as `number` or `text`), and for a text also
+    # The grader says what an answer is (`type`, such as `number` or `text`), and for a text also
     # why it is nothing else (`reason`). Empty braces mean nothing to it: without them
     # `45${}^\circ$` is read as 45 degrees.
     if parse_reference(gold).reason == "not_read":

@@ -2,7 +2,7 @@ r"""Grades a response: `grade` decides every training reward and the Geometry3K 
 
 `grade_batch` grades many responses. Everything is decided in this process, by code whose cost is
 bounded by caps on length, nesting, digits, exponents and values (`canonical`, `grammar`,
-`numeric`).
+`tree_value`, `numeric`).
 """
 
 from __future__ import annotations

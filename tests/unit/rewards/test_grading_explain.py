@@ -135,6 +135,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
         "canonical",
         "grammar",
         "numeric",
+        "tree_value",
     ):
         code = (REWARDS_FOLDER / f"{name}.py").read_text()
         for node in ast.walk(ast.parse(code)):
