@@ -13,7 +13,7 @@ from pydantic import Field
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, find_control_token, read_template
-from adora_vl.rewards.entries import with_current_names
+from adora_vl.rewards.entries import with_canonical_names
 from adora_vl.utils.call_guards import MAX_DEADLINE_S, MIN_DEADLINE_S
 from adora_vl.utils.convert import Name
 from adora_vl.utils.errors import UserError, did_you_mean
@@ -103,7 +103,7 @@ class AdoraScriptArguments:
         `converted`: the keys whose values a command has converted already. Raises `UserError`.
         """
         convert_fields(self, converted=converted)
-        self.adora_reward = with_current_names(self.adora_reward)
+        self.adora_reward = with_canonical_names(self.adora_reward)
         if self.adora_columns == {}:
             raise UserError(
                 "adora_columns: {} is empty; write such as {problem: question, answer: label}"

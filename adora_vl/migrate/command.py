@@ -18,7 +18,7 @@ from adora_vl.migrate.source import read_source
 from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
 from adora_vl.migrate.verl import convert_verl
-from adora_vl.rewards.entries import with_current_names
+from adora_vl.rewards.entries import with_canonical_names
 from adora_vl.utils.cli import Parser, path_option, printable, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
@@ -77,7 +77,7 @@ def convert_config(
     migration = Migration(source)
     launch = other_trainer.convert(migration)
     if reward:
-        migration.set_key("adora_reward", with_current_names([reward]), note="--reward")
+        migration.set_key("adora_reward", with_canonical_names([reward]), note="--reward")
         # what a converter remarked about the config's own reward is settled
         migration.remarks = [text for text in migration.remarks if not text.startswith("reward")]
     migration.remarks += source.remarks

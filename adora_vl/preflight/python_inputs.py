@@ -26,7 +26,7 @@ from adora_vl.data.prompt_lengths import Size, stored_image_sizes
 from adora_vl.data.prompts import fault_in_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
-from adora_vl.rewards.entries import current_reward_name, normalize_reward_entries
+from adora_vl.rewards.entries import canonical_reward_name, normalize_reward_entries
 from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
@@ -110,8 +110,8 @@ def _name_of_python_reward(reward: object) -> str:
             "list of them"
         )
     name = reward if isinstance(reward, str) else function_name(reward)
-    # Older names of the presets count too, so the name is compared by its current form.
-    return f"{name} of Python" if current_reward_name(name) in REWARD_NAMES else name
+    # Other names of the presets count too, so the canonical name is compared.
+    return f"{name} of Python" if canonical_reward_name(name) in REWARD_NAMES else name
 
 
 def rewards_as_json(reward_funcs: object) -> str:

@@ -11,8 +11,8 @@ from adora_vl.utils.own_files import name_without_file
 
 RewardEntry = str | Mapping[str, Any]
 JUDGE = "judge"
-# The current name of each reward that had another one before. Configs may have the older one.
-_CURRENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
+# Other names of rewards that a config may have, with the name that manifest, log and record have.
+_CANONICAL_NAME_BY_OTHER_NAME = {"adora": "boxed_accuracy"}
 # The options of a judge that say how it is reached, on which no score depends.
 _CONNECTION_OPTIONS = ("base_url", "concurrency")
 
@@ -20,16 +20,16 @@ _CONNECTION_OPTIONS = ("base_url", "concurrency")
 class NamedReward(NamedTuple):
     """A reward that an entry names.
 
-    `name`: the reward's current name, or FILE.py:FUNCTION. `options`: as the user wrote them.
+    `name`: the reward's canonical name, or FILE.py:FUNCTION. `options`: as the user wrote them.
     """
 
     name: str
     options: Mapping[str, Any]
 
 
-def current_reward_name(name: str) -> str:
-    """Return the current name of a reward; a name that is none of its older ones as it is."""
-    return _CURRENT_NAME_BY_OLDER_NAME.get(name, name)
+def canonical_reward_name(name: str) -> str:
+    """Return the canonical name of a reward, of which `name` may be another name."""
+    return _CANONICAL_NAME_BY_OTHER_NAME.get(name, name)
 
 
 def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
@@ -43,30 +43,30 @@ def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
         for name, options in options_by_name.items():
             key = f"adora_reward.{name_without_file(name)}"
             rewards.append(
-                NamedReward(name=current_reward_name(name), options=options_to_dict(key, options))
+                NamedReward(name=canonical_reward_name(name), options=options_to_dict(key, options))
             )
     return rewards
 
 
-def with_current_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
-    """Return entries of `adora_reward` with current names in place of older names of rewards."""
-    current_entries: list[str | dict[str, Any]] = []
+def with_canonical_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
+    """Return entries of `adora_reward` with the canonical names of their rewards."""
+    canonical_entries: list[str | dict[str, Any]] = []
     for entry in entries:
         if isinstance(entry, Mapping):
-            current_entries.append({current_reward_name(name): entry[name] for name in entry})
+            canonical_entries.append({canonical_reward_name(name): entry[name] for name in entry})
         else:
-            current_entries.append(current_reward_name(entry))
-    return current_entries
+            canonical_entries.append(canonical_reward_name(entry))
+    return canonical_entries
 
 
 def normalize_reward_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
     """Return entries of `adora_reward` such that those of equal runs are equal.
 
-    Rewards have their current names. A judge lacks the options that say where it is: the same model
-    on another port or node is the same judge, so a run may go on with it.
+    Rewards have their canonical names. A judge lacks the options that say where it is: the same
+    model on another port or node is the same judge, so a run may go on with it.
     """
     comparable: list[RewardEntry] = []
-    for entry in with_current_names(entries):
+    for entry in with_canonical_names(entries):
         if isinstance(entry, Mapping) and isinstance(entry.get(JUDGE), Mapping):
             options = {
                 name: value

@@ -466,7 +466,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
         assert line.startswith("adora_reward: ")
 
 
-def test_a_reward_by_its_older_name_is_the_same_run():
+def test_a_reward_by_its_other_name_is_the_same_run():
     """A reward counts as the same under `adora`, another name of `boxed_accuracy`."""
 
     def fingerprint_with_rewards(*rewards: str | dict[str, Any]) -> dict[str, str]:

@@ -323,10 +323,10 @@ def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsy
     assert rows[1].endswith("2 pairs of seeds that agree: no interval")
 
 
-def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
-    older = write_run(tmp_path / "a", [0.5], adora_reward=["adora"])
-    newer = write_run(tmp_path / "b", [0.5], adora_reward=["boxed_accuracy"])
-    settings = [read_compared_run(Path(run)).settings for run in (older, newer)]
+def test_a_reward_by_its_other_name_is_no_difference(tmp_path):
+    first = write_run(tmp_path / "a", [0.5], adora_reward=["adora"])
+    second = write_run(tmp_path / "b", [0.5], adora_reward=["boxed_accuracy"])
+    settings = [read_compared_run(Path(run)).settings for run in (first, second)]
     assert settings[0]["adora_reward"] == settings[1]["adora_reward"] == ["boxed_accuracy"]
 
 

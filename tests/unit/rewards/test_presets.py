@@ -100,8 +100,8 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
     )  # TRL would run it elsewhere
 
 
-def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
-    """The older name `adora` of a config is read as `boxed_accuracy`, and both are one name."""
+def test_another_name_of_a_preset_is_read_as_its_canonical_one() -> None:
+    """The other name `adora` of a config is read as `boxed_accuracy`, and both are one name."""
     for entries in (["adora"], [{"adora": {"rounding": True}}]):
         chosen = choose_rewards(entries)
         assert chosen.entries == ("boxed_accuracy",)
