@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         lines = describe_broken_pins(packages)
         faults += len(lines)
-        agreement = f"{len(lines)} faults" if lines else "all needs are met"
+        agreement = f"faults: {len(lines)}" if lines else "all needs are met"
         print(f"Python {python}: {len(packages)} packages resolved together, {agreement}")
         for line in lines:
             print(f"  {line}")

@@ -93,9 +93,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     model = manifest.get("model", {})
     name = str(model.get("name") or "")
     sees_images = bool(model.get("sees_images", True))
-    # A manifest of an older version has the prompt only in its config.
-    prompt = manifest.get("prompt", config.get("adora_prompt"))
-    loading_section = _how_to_load(config, prompt, sees_images)
+    loading_section = _how_to_load(config, manifest.get("prompt"), sees_images)
     # The manifest has `base` where the run was started from an adapter.
     is_adapter = config.get("use_peft") or model.get("base")
     if is_adapter:

@@ -23,7 +23,7 @@ def read_original_size(path: Path) -> tuple[int, int] | None:
     try:
         with Image.open(path) as image:
             size_note = image.info.get(_SIZE_NOTE_KEY)
-            if size_note is None:  # from a run of an older version, or not stored by `DiagramStore`
+            if size_note is None:  # another program stored it
                 return image.size
             width, height = size_note.split()
             return int(width), int(height)

@@ -254,7 +254,7 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
         equal_reward_share = entry.get("frac_reward_zero_std")
         if log_entry_kind(entry) != "train" or equal_reward_share is None:
             continue
-        # Runs of older versions have not logged it.
+        # The log lacks it where no rollout of the step has a reward.
         signal_share = entry.get(SIGNAL_SHARE_KEY) or 0.0
         if equal_reward_share < 1 or signal_share > 0:
             last_step_with_signal = int(entry["step"])

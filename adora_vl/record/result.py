@@ -167,8 +167,7 @@ def _recorded_groups(
     column = "pass_rate" if key == PASS_RATE_KEY else REWARD_KEY
     try:
         groups = _means_of_groups(folder, column)
-    # A file is damaged, or of an older version without the column. Or a run that still trains has
-    # just merged it into another.
+    # A file is damaged, or a run that still trains has just merged it into another.
     except (UserError, OSError, pa.ArrowException):
         return None
     first_groups = groups.filter(pc.field("step") <= end_of_first_fifth)

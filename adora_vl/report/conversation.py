@@ -25,9 +25,8 @@ class TurnReader:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Create the reader for the folder of a run and the settings of its record.
 
-        In a run with tools the settings have `view`, the size at which the model sees a picture.
-        Records of older versions lack it, so that calls of tools are shown as text, and not drawn
-        into the picture.
+        In a run with tools the settings have `view`, the size at which the model sees a picture,
+        so that what its calls point at can be drawn into the picture.
         """
         self._folder = folder
         view = settings.get("view")

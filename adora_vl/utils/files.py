@@ -164,7 +164,7 @@ class JsonLinesCache:
 def wait_until_visible(path: Path) -> bool:
     """Wait for a file that another machine wrote on a shared disk; return whether it is there.
 
-    Waiting ends after `NFS_DELAY_S` seconds, for so long NFS may hide a new file.
+    Waiting ends after `NFS_DELAY_S` seconds, since NFS may hide a new file for so long.
     """
     deadline = time.monotonic() + NFS_DELAY_S
     while not path.exists():
