@@ -315,7 +315,7 @@ class StepContext:
     @property
     def layout(self) -> BatchLayout:
         """The sizes of a generation and of its micro-batches."""
-        return BatchLayout.of(self.config)
+        return BatchLayout.of(self.config, processes=self.accelerator.num_processes)
 
 
 def loss_mask(batch: Batch) -> Tensor:

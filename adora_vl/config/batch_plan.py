@@ -33,10 +33,10 @@ class BatchLayout:
     steps_per_generation: int
     num_iterations: int
     gradient_accumulation_steps: int
-    processes: int = 1
+    processes: int
 
     @classmethod
-    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
+    def of(cls, config: AdoraGRPOConfig, *, processes: int) -> BatchLayout:
         """Return the sizes that a config asks for, in a run with `processes` processes.
 
         `config` has to be constructed already, because `GRPOConfig` fills in
@@ -228,7 +228,7 @@ def build_batch_layout(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     Raises `UserError` where a generation does not consist of whole groups, and where one optimizer
     step would pass over the same generation several times.
     """
-    layout = BatchLayout.of(config, processes)
+    layout = BatchLayout.of(config, processes=processes)
     if layout.generation_batch % layout.num_generations != 0:
         raise UserError(
             f"generation batch of {layout.generation_batch} sequences does not divide into groups "

@@ -80,6 +80,7 @@ def test_a_run_over_epochs_has_finished_with_its_last_step_and_not_before(
         steps_per_generation=1,
         num_iterations=1,
         gradient_accumulation_steps=2,
+        processes=1,
     )
     rows = 11
     _, last_step = transformers_steps(layout, rows, epochs)

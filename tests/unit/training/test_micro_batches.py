@@ -72,6 +72,7 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
             steps_per_generation=steps,
             num_iterations=iterations,
             gradient_accumulation_steps=accumulated,
+            processes=1,
         )
         assert layout.micro_batches_per_update == merged, keys
         assert layout.generation_has_one_step == has_one_step, keys

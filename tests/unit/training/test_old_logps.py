@@ -437,6 +437,7 @@ def test_how_many_micro_batches_come_before_the_first_update(subtests):
                 steps_per_generation=steps,
                 num_iterations=iterations,
                 gradient_accumulation_steps=accumulated,
+                processes=1,
             )
             assert layout.micro_batches_before_update == count
 

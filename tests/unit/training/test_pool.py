@@ -63,6 +63,7 @@ from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.facts import rollout_facts
+from tests.support.stand_ins import FakeAccelerator
 from tests.support.step_context import step_context
 
 GROUPS_PER_GENERATION = 6  # of each rank
@@ -952,22 +953,24 @@ def test_how_many_groups_begin_in_a_generation_and_how_many_have_to_be_complete(
         assert groups_to_complete(groups, 8, remaining, min_groups=2) == to_complete
 
 
-def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer(processes):
     """The generations of a run are numbered through, also where a step has fewer than others.
 
-    A step has two generations here, and an epoch three, so every other step has only one. With a
-    wrong count groups would wait for a generation that does not come, and rollouts that are
-    requested ahead would count as older than they are.
+    A step has two generations here, and an epoch three, so every other step has only one. Two
+    processes draw twice as many problems for each generation. With a wrong count groups would wait
+    for a generation that does not come, and rollouts that are requested ahead would count as older
+    than they are.
     """
     context = step_context(
-        accelerator=OneProcess(),
+        accelerator=FakeAccelerator(num_processes=processes),
         state=TrainerState(max_steps=4),
         num_generations=GROUP_SIZE,
         per_device_train_batch_size=GROUPS_PER_GENERATION * GROUP_SIZE,
         steps_per_generation=1,
         gradient_accumulation_steps=2,
     )
-    three_generations = range(3 * GROUPS_PER_GENERATION)  # the rows of an epoch
+    three_generations = range(3 * GROUPS_PER_GENERATION * processes)  # the rows of an epoch
     generations = GenerationNumbers(context, three_generations, is_numbered=True)
     # (optimizer step, generation in it): in each epoch the first step has two, the second has one
     positions = (
