@@ -174,8 +174,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 rollout_func=rollout_func,
                 has_environments=has_environments,
             )
+            context = RunContext.of_launch(config, "ignore")
             if train_dataset is None:
-                train_dataset = rows_for_environments(config)
+                train_dataset = rows_for_environments(config, processes=context.sharding.processes)
             request = RunRequest(
                 config=config,
                 model=model_source(
@@ -190,7 +191,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
-            run = run_checks(request, RunContext.of_launch(config, "ignore"))
+            run = run_checks(request, context)
         self.run = run
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -175,11 +176,17 @@ def refuse_unsupported_arguments(
         )
 
 
-def rows_for_environments(config: AdoraGRPOConfig) -> Dataset:
+def rows_for_environments(config: AdoraGRPOConfig, *, processes: int) -> Dataset:
     """Return the rows of a run whose environments say the problem themselves, when they are reset.
 
-    As in TRL their prompts are empty, and there are as many rows as a generation has prompts.
-    Raises `UserError` without `max_steps`, since nothing else says how long such a run is.
+    As in TRL their prompts are empty, and there are as many rows as a generation has prompts. An
+    optimizer step over several generations gets the rows of all of them, since the last step of an
+    epoch would end with the rows. Raises `UserError` without `max_steps`, since nothing else says
+    how long such a run is.
+
+    Args:
+        config: the training keys.
+        processes: the number of processes, which draw the rows of a generation together.
     """
     if config.max_steps <= 0:
         raise UserError(
@@ -187,7 +194,12 @@ def rows_for_environments(config: AdoraGRPOConfig) -> Dataset:
             "run open; set max_steps"
         )
     prompt = [{"role": "user", "content": ""}]
-    row_count = BatchLayout.of(config).prompts_per_generation
+    layout = BatchLayout.of(config, processes=processes)
+    micro_batches = math.lcm(
+        layout.micro_batches_per_generation, layout.gradient_accumulation_steps
+    )
+    generation_count = micro_batches // layout.micro_batches_per_generation
+    row_count = generation_count * layout.prompts_per_generation
     return Dataset.from_list([{"prompt": prompt}] * row_count)
 
 

@@ -569,10 +569,23 @@ class Riddle:
 
 
 def test_environments_may_say_the_problems_of_a_run_without_a_data_set(tmp_path):
-    """The rows have empty prompts, as many as a generation has problems. `max_steps` is needed."""
+    """The rows have empty prompts, as many as a generation of all processes has problems.
+
+    `max_steps` is needed.
+    """
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "use_vllm": True, "max_steps": 2}
     args = AdoraGRPOConfig(str(tmp_path), **keys, per_device_train_batch_size=16)
-    rows = rows_for_environments(args)
+    rows = rows_for_environments(args, processes=1)
+    assert len(rows_for_environments(args, processes=2)) == 2 * len(rows)
+    # The optimizer step of two generations must not end with the rows of one.
+    args_of_longer_step = AdoraGRPOConfig(
+        str(tmp_path),
+        **keys,
+        per_device_train_batch_size=16,
+        steps_per_generation=1,
+        gradient_accumulation_steps=2,
+    )
+    assert len(rows_for_environments(args_of_longer_step, processes=1)) == 2 * len(rows)
     source = model_source(
         "tiny", config=args, processor=None, peft_config=None, quantization_config=None
     )
