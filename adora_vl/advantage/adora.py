@@ -261,7 +261,9 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
             "be (P, G)"
         )
     if "working" in options.criteria and groups.net_claims_PG is None:
-        raise ValueError("criteria: working needs the work of each rollout, which is not measured")
+        raise ValueError(
+            "criteria: working needs the net claims of each rollout, which are unknown"
+        )
     verdict = _judge_by_all_criteria(groups, options, step)
     tas_P = verdict.applies_P & verdict.holds_P
     tds_P = verdict.applies_P & ~verdict.holds_P

@@ -165,11 +165,11 @@ class UnfinishedGeneration:
             bank.store(key, patches.to(device), grid)
         micro_batches: list[Batch] = send_to_device(content["micro_batches"], device)
         for micro_batch in micro_batches:
-            references = micro_batch.get("pixel_values")
-            if references is not None and not references.is_floating_point():
+            patch_numbers = micro_batch.get("pixel_values")
+            if patch_numbers is not None and not patch_numbers.is_floating_point():
                 # Patches are numbered through all banks of a run, so the new bank begins at another
                 # number than the one that was saved.
-                micro_batch["pixel_values"] = references + (bank.first - content["first"])
+                micro_batch["pixel_values"] = patch_numbers + (bank.first - content["first"])
         return RestoredGeneration(
             micro_step=entry["micro_step"], micro_batches=micro_batches, table=content["table"]
         )

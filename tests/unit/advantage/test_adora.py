@@ -855,7 +855,7 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
 def test_net_claims_that_were_not_counted_are_refused():
     """The criterion "working" raises an error for groups without them."""
     groups = groups_of_rewards([[1.0, 0.1]])
-    with pytest.raises(ValueError, match="working needs the work of each rollout"):
+    with pytest.raises(ValueError, match="working needs the net claims of each rollout"):
         weigh_groups(groups, Adora(criteria=("working",)))
 
 
