@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -120,7 +121,8 @@ def read_forms(file: Path) -> dict[str, LogicForm]:
         records = read_json(_read_bytes(file))
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"input: {str(file)!r} has no logic forms: it is not JSON ({error})"
+            f"input: {str(file)!r} has no logic forms: it is not JSON ({error}); give an object with "
+            "one for each problem"
         ) from error
     if not isinstance(records, dict) or not records:
         raise UserError(
@@ -162,7 +164,7 @@ def _read_bytes(file: Path) -> bytes:
         content = file.read_bytes()
         if file.suffix.lower() == ".gz":
             content = gzip.decompress(content)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"input: {str(file)!r} cannot be read ({error})") from error
     if len(content) > _MAX_FACTS_FILE_BYTES:
         raise UserError(f"input: {str(file)!r} has over {_MAX_FACTS_FILE_BYTES} bytes")

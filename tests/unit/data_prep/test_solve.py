@@ -1,5 +1,6 @@
 """`data_prep solve`, rows of solved problems and variants: what is printed, written and refused."""
 
+import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -181,6 +182,26 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert message in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_a_damaged_archive_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    """An archive that is cut off, is none, or has other bytes inside cannot be read."""
+    archive = gzip.compress(json.dumps(FORMS).encode())
+    damaged_archives = {
+        "cut off": archive[:-12],
+        "none": b"{}",
+        "other bytes": archive[:15] + b"x" * 13,
+    }
+    for name, content in damaged_archives.items():
+        with subtests.test(name):
+            file = tmp_path / "forms.json.gz"
+            file.write_bytes(content)
+            assert main(["solve", str(file)]) == 2
+            error = capsys.readouterr().err
+            assert f"input: '{file}' cannot be read (" in error
+            assert error.count("\n") == 1
 
 
 def test_solved_problems_become_rows_with_their_figures(
