@@ -72,7 +72,7 @@ class PromptLengths:
         )
 
 
-def resize_limits_of(
+def pixel_limits_of(
     processor: ProcessorMixin,
     model: PretrainedConfig,
     min_pixels: int | None,

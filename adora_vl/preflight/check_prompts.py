@@ -16,7 +16,7 @@ from adora_vl.data.context_limit import (
 )
 from adora_vl.data.images import PixelLimits
 from adora_vl.data.overlong_prompts import PromptLengthFilter
-from adora_vl.data.prompt_lengths import resize_limits_of
+from adora_vl.data.prompt_lengths import pixel_limits_of
 from adora_vl.data.prompts import control_tokens, find_control_token, with_tools
 from adora_vl.data.token_counters import (
     CHARACTERS_A_TOKEN,
@@ -62,7 +62,7 @@ def check_prompts(
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     # The smallest and largest image that the processor resizes to.
-    pixel_limits = resize_limits_of(
+    pixel_limits = pixel_limits_of(
         processor,
         model=model.config,
         min_pixels=config.min_pixels,

@@ -37,7 +37,7 @@ class TurnReader:
         """Return the turns of a recorded rollout for the page; None in a run without tools.
 
         The calls of a model's turn are taken out of its `text` and put beside it, in `calls`, as
-        `_call_json` writes them.
+        `_call_to_json` writes them.
 
         Args:
             row: the recorded row of the rollout.

@@ -142,7 +142,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
             "out"
         )
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.data.prompt_lengths import resize_limits_of
+    from adora_vl.data.prompt_lengths import pixel_limits_of
     from adora_vl.data.prompts import control_tokens
     from adora_vl.tools.room import ConversationLimits, check_answer_limits
     from adora_vl.tools.run import Toolbox, build_view, choose_tools
@@ -150,7 +150,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
 
     tool_set = choose_tools(options.tools)
     chat = ChatProcessor.from_settings(settings)
-    pixels = resize_limits_of(
+    pixels = pixel_limits_of(
         chat.processor,
         model=chat.config,
         min_pixels=settings.min_pixels,

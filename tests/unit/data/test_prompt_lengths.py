@@ -25,7 +25,7 @@ from adora_vl.data.overlong_prompts import LengthCheck, PromptLengthFilter
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
     measure_prompts,
-    resize_limits_of,
+    pixel_limits_of,
     stored_image_sizes,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
@@ -272,7 +272,7 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     folder = write_prepared_data(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
     measurements: list[PromptLengths] = []
-    limits = resize_limits_of(processor, load_config(str(PRETRAINED_FOLDER)), None, None)
+    limits = pixel_limits_of(processor, load_config(str(PRETRAINED_FOLDER)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         counter = tokenizer_counter(processor, script.adora_system_prompt)

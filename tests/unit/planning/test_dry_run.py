@@ -17,7 +17,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions, split_dry_run_options
 from adora_vl.data.dataset import load_split
 from adora_vl.data.overlong_prompts import PromptLengthFilter
-from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
+from adora_vl.data.prompt_lengths import PromptLengths, pixel_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
@@ -298,7 +298,7 @@ def check_lengths_of_family(data, family):
     processor = processor_around(load_processor(str(PRETRAINED_FOLDER)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
-    limits = resize_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
+    limits = pixel_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
     rows = load_split(data, "train")
     overlong = PromptLengthFilter(
         None,
