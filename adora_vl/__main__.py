@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
-        return run_command(_list_commands, "nothing was done")
+        return run_command(_list_commands, interrupt_note="nothing was done")
     if name not in _MODULE_BY_NAME:
-        return run_command(lambda: _refuse_unknown(name), "nothing was done")
+        return run_command(lambda: _refuse_unknown(name), interrupt_note="nothing was done")
     _run_command(_MODULE_BY_NAME[name], words[1:])
     return 0
 

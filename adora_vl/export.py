@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.universal:
             print(f"Serve it      {serve_command(options.output)}")
 
-    return run_command(command, "nothing was written")
+    return run_command(command, interrupt_note="nothing was written")
 
 
 if __name__ == "__main__":

@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     try:
         if asks_for_help(argv):
-            return run_command(lambda: print(help_text(argv)), "nothing was done")
+            return run_command(lambda: print(help_text(argv)), interrupt_note="nothing was done")
         check_versions(use_vllm=False)
         # Without `--dry-run` the options are None, and all arguments are those of the training.
         options, training_arguments = split_dry_run_options(argv)

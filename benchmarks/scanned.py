@@ -675,7 +675,7 @@ def refuse_without_a_card(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plan, or print the tables of its runs; 2: the input is wrong."""
-    return run_command(partial(command, arguments), "every finished run is kept")
+    return run_command(partial(command, arguments), interrupt_note="every finished run is kept")
 
 
 def command(arguments: Sequence[str] | None) -> None:

@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
     # A mistake of the user is printed as one line, and these words after Ctrl-C.
     return run_command(
-        run_chosen_command, "nothing was written, and what was there before is unchanged"
+        run_chosen_command,
+        interrupt_note="nothing was written, and what was there before is unchanged",
     )
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     name, *command_arguments = arguments or ["--help"]
     if name in ("-h", "--help"):
-        return run_command(_print_help, "nothing was done")
+        return run_command(_print_help, interrupt_note="nothing was done")
     if name in _MODULE_BY_COMMAND:
         # Each command is imported only when it is run, since its imports take long.
         command_main: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main

@@ -308,4 +308,6 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
                 benchmark, command.ask_options.output / PREDICTIONS_FILE, command.score_options
             )
 
-    return run_command(run, "what was answered is kept, and the same command goes on from there")
+    return run_command(
+        run, interrupt_note="what was answered is kept, and the same command goes on from there"
+    )

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = compare_runs(runs, by=options.by, quote_published=not options.no_published)
         print("\n".join(lines))
 
-    return run_command(command, "nothing was written")
+    return run_command(command, interrupt_note="nothing was written")
 
 
 def build_parser() -> Parser:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_suite(suite_options, benchmark_arguments)
 
     return run_command(
-        command, "what was answered is kept, and the same command goes on from there"
+        command, interrupt_note="what was answered is kept, and the same command goes on from there"
     )
 
 

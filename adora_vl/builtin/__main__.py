@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _build(options, size)
 
-    return run_command(command, "nothing was written, and what was there before is unchanged")
+    return run_command(
+        command, interrupt_note="nothing was written, and what was there before is unchanged"
+    )
 
 
 def _parser() -> Parser:

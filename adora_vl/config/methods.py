@@ -272,7 +272,7 @@ def _load_from_file(name: str) -> LoadedObject:
     def is_method(value: object) -> bool:
         return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
 
-    return load_from_file("adora_method", name, noun="method", fits=is_method)
+    return load_from_file(key="adora_method", entry=name, noun="method", fits=is_method)
 
 
 def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[str, ...]:

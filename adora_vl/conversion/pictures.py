@@ -348,19 +348,19 @@ def _missing_file_hint(file: Path, folder: Path | None) -> str:
     similar name in the same folder. The text is empty where there is neither. `folder` is the
     folder of the table.
     """
-    assert folder is not None, "without files there is no path"
+    assert folder is not None, "a row whose picture is a path comes from a table in a folder"
     file_name = _fold_name(file.name)
-    for folder_name in _first_file_names(folder):
+    for folder_name in _first_names_in(folder):  # a file among them has no names in it
         other_folder = folder / folder_name
         if file_name in _names_by_folded_name(other_folder):
             if other_folder != file.parent:
                 return f" (there is one in {folder_name!r}: --image-dir {other_folder})"
             break  # the same folder, where the file has another spelling
-    similar_name = nearest_choice(file.name, _first_file_names(file.parent))
+    similar_name = nearest_choice(file.name, _first_names_in(file.parent))
     return f" (did you mean {similar_name!r}?)" if similar_name else ""
 
 
-def _first_file_names(folder: Path) -> list[str]:
+def _first_names_in(folder: Path) -> list[str]:
     """Return the first names in a folder, sorted; with all of them a comparison would take long."""
     all_names: list[str] = []
     for names in _names_by_folded_name(folder).values():

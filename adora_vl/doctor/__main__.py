@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    exit_code = run_command(command, "nothing was written", prints_errors=is_main_process)
+    exit_code = run_command(
+        command, interrupt_note="nothing was written", prints_errors=is_main_process
+    )
     if exit_code != 0:
         return exit_code
     return 0 if is_healthy(checks) else 1

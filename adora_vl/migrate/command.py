@@ -214,4 +214,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         divided = _divide_arguments(sys.argv[1:] if arguments is None else arguments)
         _write_config(parser.parse_args(divided.our_arguments), divided.trainer_arguments)
 
-    return run_command(run, "nothing was written")
+    return run_command(run, interrupt_note="nothing was written")

@@ -23,9 +23,9 @@ from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.pass_differences import computing_dtype, evaluation_mode, rounding_bound
 from adora_vl.packing.row_positions import (
     completion_images,
-    completion_positions,
+    completion_position_ids,
     prompt_images,
-    prompt_positions,
+    prompt_position_ids,
 )
 from adora_vl.packing.shared_prompt import (
     PackedSequence,
@@ -329,7 +329,7 @@ def _pack_chunk(
     token_types = None
     if rows_on_cpu.prompt_token_types is not None:
         token_types = rows_on_cpu.prompt_token_types[prompt_rows]
-    positions = prompt_positions(
+    positions = prompt_position_ids(
         plain_model,
         prompt_ids=rows_on_cpu.prompt_ids[prompt_rows],
         prompt_mask=rows_on_cpu.prompt_mask[prompt_rows],
@@ -341,9 +341,9 @@ def _pack_chunk(
         attention_mask=inputs.attention_mask[chunk],
         completion_width=inputs.completion_width,
         groups=groups_in_chunk,
-        prompt_positions=positions,
+        prompt_position_ids=positions,
         rows_on_cpu=rows_on_cpu.select(rows),
-        completion_positions=completion_positions(plain_model, rows_on_cpu, rows),
+        completion_position_ids=completion_position_ids(plain_model, rows_on_cpu, rows),
     )
 
 

@@ -59,7 +59,7 @@ def completion_images(rows_on_cpu: RowsOnCpu, row: int) -> RowImages | None:
     )
 
 
-def prompt_positions(
+def prompt_position_ids(
     model: "PreTrainedModel",
     prompt_ids: Tensor,
     prompt_mask: Tensor,
@@ -95,7 +95,7 @@ def prompt_positions(
     return token_index.expand(3, *token_index.shape)
 
 
-def completion_positions(
+def completion_position_ids(
     model: "PreTrainedModel", rows_on_cpu: RowsOnCpu, rows: list[int]
 ) -> Tensor | None:
     """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
@@ -121,7 +121,7 @@ def completion_positions(
     row_token_types = torch.cat([rows_on_cpu.prompt_token_types[rows], token_types[rows]], dim=1)
     images = [rows_on_cpu.images[row] for row in rows]
     grids = torch.cat([row_images.grids for row_images in images if row_images is not None])
-    positions = prompt_positions(
+    positions = prompt_position_ids(
         model,
         # The model reads the types of tokens and not their ids.
         prompt_ids=torch.zeros_like(row_token_types, dtype=torch.long),

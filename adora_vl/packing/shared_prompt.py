@@ -277,7 +277,7 @@ class _SequenceBuilder:
         self._prompt_width = row_width - completion_width
         # For each position of the sequence: the index of its token in the flattened `input_ids`.
         self._token_index_parts: list[Tensor] = []
-        self._position_parts: list[Tensor] = []  # (3, tokens) or (tokens,)
+        self._position_id_parts: list[Tensor] = []  # (3, tokens) or (tokens,)
         # For each token that is scored: its index in the flattened `input_ids`, and the position of
         # the sequence that predicts it.
         self._label_index_parts: list[Tensor] = []
@@ -290,48 +290,50 @@ class _SequenceBuilder:
     def add_group(
         self,
         group_rows: Sequence[int],
-        prompt_positions: Tensor,
-        completion_positions: Tensor | None,
+        prompt_position_ids: Tensor,
+        completion_position_ids: Tensor | None,
     ) -> None:
         """Append a prompt and then its rollouts, the longest first.
 
         Args:
             group_rows: the rows that have this prompt.
-            prompt_positions: position ids of the prompt's tokens, (3, tokens) or (tokens,).
-            completion_positions: position ids of all completions, (3, B, C). None where completions
+            prompt_position_ids: those of the prompt's tokens, (3, tokens) or (tokens,).
+            completion_position_ids: those of all completions, (3, B, C). None where completions
                 have no images: their position ids then go on from the prompt, one by one.
         """
-        prompt_length = prompt_positions.size(-1)
-        self._add_prompt(group_rows[0], prompt_positions)
+        prompt_length = prompt_position_ids.size(-1)
+        self._add_prompt(group_rows[0], prompt_position_ids)
         prompt_end = self._length - 1  # the position of the prompt's last token
         rollout_lengths = []
         completion_lengths = self._rows_on_cpu.completion_lengths
         for row in rows_longest_first(group_rows, completion_lengths):
             rollout_length = max(completion_lengths[row] - 1, 0)  # without the last token
-            if completion_positions is not None:
-                rollout_positions = completion_positions[..., row, :rollout_length]
+            if completion_position_ids is not None:
+                rollout_position_ids = completion_position_ids[..., row, :rollout_length]
             else:
-                rollout_positions = _text_positions_after_prompt(prompt_positions, rollout_length)
-            self._add_rollout(row, prompt_end=prompt_end, positions=rollout_positions)
+                rollout_position_ids = _text_position_ids_after_prompt(
+                    prompt_position_ids, rollout_length
+                )
+            self._add_rollout(row, prompt_end=prompt_end, position_ids=rollout_position_ids)
             if rollout_length > 0:
                 rollout_lengths.append(rollout_length)
         self._groups.append(
             GroupLayout(prompt_length=prompt_length, rollout_lengths=tuple(rollout_lengths))
         )
 
-    def _add_prompt(self, row: int, positions: Tensor) -> None:
+    def _add_prompt(self, row: int, position_ids: Tensor) -> None:
         """Append the tokens of a row's prompt, without its padding.
 
-        `positions`: the position ids of these tokens, (3, tokens) or (tokens,).
+        `position_ids`: those of these tokens, (3, tokens) or (tokens,).
         """
-        prompt_length = positions.size(-1)
+        prompt_length = position_ids.size(-1)
         # The prompt is padded on the left, so its tokens are its last columns.
         prompt_end = row * self._row_width + self._prompt_width
         self._token_index_parts.append(torch.arange(prompt_end - prompt_length, prompt_end))
-        self._position_parts.append(positions)
+        self._position_id_parts.append(position_ids)
         self._length += prompt_length
 
-    def _add_rollout(self, row: int, prompt_end: int, positions: Tensor) -> None:
+    def _add_rollout(self, row: int, prompt_end: int, position_ids: Tensor) -> None:
         """Append the completion of a row, without its last token, which predicts nothing.
 
         All of its tokens become labels, also the last one. For example, after `p1 p2`, whose
@@ -342,13 +344,13 @@ class _SequenceBuilder:
             row: the number of the row.
             prompt_end: the position of the prompt's last token in the sequence. It predicts the
                 first token of the completion.
-            positions: position ids of the appended tokens, (3, tokens) or (tokens,).
+            position_ids: those of the appended tokens, (3, tokens) or (tokens,).
         """
         completion_length = self._rows_on_cpu.completion_lengths[row]
-        rollout_length = positions.size(-1)
+        appended_length = position_ids.size(-1)  # completion_length - 1, or 0
         start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
-        self._token_index_parts.append(torch.arange(start, start + rollout_length))
-        self._position_parts.append(positions)
+        self._token_index_parts.append(torch.arange(start, start + appended_length))
+        self._position_id_parts.append(position_ids)
         # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool
         # wrote a2, it is in the sequence but is not scored, and the columns are 0 2.
         scored_columns = torch.arange(completion_length)
@@ -357,14 +359,14 @@ class _SequenceBuilder:
         self._label_index_parts.append(start + scored_columns)
         # The end of the prompt predicts the first token of the completion. Every other token is
         # predicted by the token before it.
-        rollout_positions = range(self._length, self._length + rollout_length)
-        predicting_by_column = torch.tensor([prompt_end, *rollout_positions])
+        appended_positions = range(self._length, self._length + appended_length)
+        predicting_by_column = torch.tensor([prompt_end, *appended_positions])
         # A scored column of the row is found again among the labels by this index.
         labels_before = len(self._predicting_positions)
         self._predicting_positions += predicting_by_column[scored_columns].tolist()
         labels_after = len(self._predicting_positions)
         self._label_index_BC[row, scored_columns] = torch.arange(labels_before, labels_after)
-        self._length += rollout_length
+        self._length += appended_length
 
     def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
         """Return the sequence, with its tokens gathered on the device of `input_ids`.
@@ -383,7 +385,7 @@ class _SequenceBuilder:
         flat_ids = input_ids.flatten()
         token_index = on_device(torch.cat(self._token_index_parts))
         label_index = on_device(torch.cat(self._label_index_parts))
-        position_ids = on_device(torch.cat(self._position_parts, dim=-1))
+        position_ids = on_device(torch.cat(self._position_id_parts, dim=-1))
         labels = flat_ids[label_index][None]
         predicting_positions = self._predicting_positions
         # The LM head needs at least one position. It gets the first one, with the label -100, which
@@ -411,17 +413,17 @@ class _SequenceBuilder:
         )
 
 
-def _text_positions_after_prompt(prompt_positions: Tensor, tokens: int) -> Tensor:
+def _text_position_ids_after_prompt(prompt_position_ids: Tensor, tokens: int) -> Tensor:
     """Return the position ids of `tokens` text tokens after a prompt, (3, tokens) or (tokens,).
 
     For example, after a prompt with the positions 0 1 2, two tokens get 3 4.
 
-    `prompt_positions`: (3, prompt tokens) or (prompt tokens,).
+    `prompt_position_ids`: (3, prompt tokens) or (prompt tokens,).
     """
     # M-RoPE's three axes differ inside of an image. Text after it goes on from the largest of them.
-    next_position = prompt_positions.amax() + 1
+    next_position = prompt_position_ids.amax() + 1
     text_positions = next_position + torch.arange(tokens)
-    return text_positions.expand(*prompt_positions.shape[:-1], -1)
+    return text_positions.expand(*prompt_position_ids.shape[:-1], -1)
 
 
 def pack_rows(
@@ -429,9 +431,9 @@ def pack_rows(
     attention_mask: Tensor,
     completion_width: int,
     groups: Sequence[Sequence[int]],
-    prompt_positions: Tensor,
+    prompt_position_ids: Tensor,
     rows_on_cpu: RowsOnCpu,
-    completion_positions: Tensor | None = None,
+    completion_position_ids: Tensor | None = None,
 ) -> PackedSequence:
     """Lay out left-padded prompts and right-padded completions as one sequence without padding.
 
@@ -447,10 +449,10 @@ def pack_rows(
         attention_mask: (B, P + C), 0 at padding.
         completion_width: C, the width of the completions.
         groups: for each group the rows that have its prompt; each row is in one group.
-        prompt_positions: position ids of the prompt of each group's first row, (3, N, P) or (N, P),
-            on the CPU.
+        prompt_position_ids: those of the prompt of each group's first row, (3, N, P) or (N, P), on
+            the CPU.
         rows_on_cpu: copies of the rows on the CPU.
-        completion_positions: position ids of the completions, (3, B, C), on the CPU. None where
+        completion_position_ids: those of the completions, (3, B, C), on the CPU. None where
             completions have no images: their position ids then go on from the prompt, one by one.
     """
     row_width = input_ids.size(1)
@@ -462,7 +464,7 @@ def pack_rows(
     for number, (group_rows, prompt_start) in enumerate(zip(groups, prompt_starts, strict=True)):
         builder.add_group(
             group_rows,
-            prompt_positions=prompt_positions[..., number, prompt_start:prompt_width],
-            completion_positions=completion_positions,
+            prompt_position_ids=prompt_position_ids[..., number, prompt_start:prompt_width],
+            completion_position_ids=completion_position_ids,
         )
     return builder.build(input_ids, attention_mask)

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
 
-    return run_command(command, "no page was written")
+    return run_command(command, interrupt_note="no page was written")
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print("\n".join(lines))
 
-    return run_command(command, "nothing was graded")
+    return run_command(command, interrupt_note="nothing was graded")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def append_result(
     )
     turn_tokens = longer_rollout.last_turn_tokens
     finish_reason = result.finish_reason
+    # A server does not say why it has stopped: its results arrive as RUNNING.
     if finish_reason is FinishReason.RUNNING:
         has_stopped = stop_criteria is not None and stop_criteria.has_stopped(turn_tokens)
         is_context_full = (
@@ -138,6 +139,8 @@ def append_result(
             is_context_full=is_context_full,
             is_at_limit=len(result.tokens) >= (request.max_tokens or request.max_length),
         )
+    # LENGTH says that as many tokens were sampled as were requested, which may be fewer than a turn
+    # may have. A full context has the reason CONTEXT, which ends the rollout.
     if finish_reason is FinishReason.LENGTH:
         is_completion_full = len(longer_rollout.tokens) >= request.max_length
         is_turn_full = max_turn_tokens is not None and len(turn_tokens) >= max_turn_tokens

@@ -225,7 +225,7 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
     if factory is None:
         return None
     if isinstance(factory, str):
-        user_class = load_from_file(ENVIRONMENT_KEY, factory, "class", callable)
+        user_class = load_from_file(key=ENVIRONMENT_KEY, entry=factory, noun="class", fits=callable)
         return Environments(
             factory=user_class.value,
             hashes={user_class.file: user_class.hash},

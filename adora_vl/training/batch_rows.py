@@ -223,8 +223,8 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
     `none`. For example, with prompts 4 tokens wide and completions 3 tokens wide, `advantages` (B,)
     is `none`, log-probabilities (B, 3) are `completion`, and `mm_token_type_ids` (B, 7) is `both`.
 
-    Only `prompt_ids` and `prompt_mask` are recognised by their names. All other columns are
-    recognised by their width, so that new columns need no entry in a list of names.
+    The columns of prompts are recognised by their names, and so are those of images, which have no
+    tokens. All others are recognised by their width, so that a new one needs no entry in a list.
 
     Args:
         name: the column's name in the batch.

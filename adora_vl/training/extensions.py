@@ -94,7 +94,7 @@ def _load_extension_class(entry: str) -> LoadedObject:
         """Return whether a value in the file is a class of an extension."""
         return isinstance(value, type) and issubclass(value, Extension)
 
-    return load_from_file(EXTENSIONS_KEY, entry, noun="extension", fits=is_extension)
+    return load_from_file(key=EXTENSIONS_KEY, entry=entry, noun="extension", fits=is_extension)
 
 
 def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:

@@ -302,8 +302,10 @@ class GenerationSampler:
         waiting_groups = earlier_groups
         continued_groups = [group for group in earlier_groups if not group.complete]
         while len(self.pool.state.pending_generations) < max_pending:
+            # 0 is the present generation, which has the drawn groups. Later ones draw their own.
+            generations_from_present = len(self.pool.state.pending_generations)
             requested = self._draw_generation_after(
-                generation, drawn_groups, distance=len(self.pool.state.pending_generations)
+                generation, drawn_groups, distance=generations_from_present
             )
             if requested is None:
                 break

@@ -98,7 +98,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self.deepspeed_engine is None:
             return
         # The norm over all ranks; None where DeepSpeed has not computed it.
-        gradient_norm = self.deepspeed_engine().get_global_grad_norm()
+        engine = self.deepspeed_engine()
+        gradient_norm = engine.get_global_grad_norm()
         is_bad = gradient_norm is not None and not math.isfinite(gradient_norm)
         if is_bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (

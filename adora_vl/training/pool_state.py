@@ -171,6 +171,7 @@ class PoolState:
         if content_of_first_rank is None:
             return cls()
         num_ranks_before = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))
+        # All ranks begin rollouts in the same generations, so the first one tells for all.
         if num_ranks_before != num_ranks and _has_begun_rollouts(content_of_first_rank):
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "

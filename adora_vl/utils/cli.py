@@ -39,7 +39,7 @@ class MultiLineUserError(UserError):
 
 
 def run_command(
-    command: Callable[[], None], interrupt_note: str, *, prints_errors: bool = True
+    command: Callable[[], None], *, interrupt_note: str, prints_errors: bool = True
 ) -> int:
     """Run a command, print its error in one line, and return the exit code for its process.
 

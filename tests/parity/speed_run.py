@@ -331,18 +331,18 @@ def results_of_steps(
     first_ids = trainer.completion_ids[0]
     return {
         "norms": [entry["grad_norm"] for entry in log],
-        "moved": [entry.get("adora/moved_groups") for entry in log],
-        "skipped": [entry.get("adora/skipped_groups") for entry in log],
+        "moved_groups": [entry.get("adora/moved_groups") for entry in log],
+        "skipped_groups": [entry.get("adora/skipped_groups") for entry in log],
         "kl": [entry["kl"] for entry in log] if trainer.args.beta else None,
         "drift": [entry.get("adora/drift", 0.0) for entry in log],
         "images_processed": trainer.images_processed,
         "image_passes": increments(image_passes),
-        "samples_equal_first": [ids == first_ids for ids in trainer.completion_ids],
-        "refilled": log[-1].get("adora/refilled_groups"),
+        "has_same_samples": [ids == first_ids for ids in trainer.completion_ids],
+        "refilled_groups": log[-1].get("adora/refilled_groups"),
         "distances": gradient_distances(gradients.steps) if has_gradients else None,
         "packed_passes": increments(packed_passes),
         "micro_batches": increments(forward_passes),
-        "refused": packed_forward.disabled_reason,
+        "packing_disabled_reason": packed_forward.disabled_reason,
     }
 
 

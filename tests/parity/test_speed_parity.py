@@ -61,7 +61,7 @@ def values_by_step(result: dict[str, Any], figure: str) -> dict[str, Any]:
 
 def assert_equal_steps(result: dict[str, Any], loss_bound: float = 1e-12) -> None:
     """Assert that all steps have the same rollouts and loss, and that engine and policy agree."""
-    assert all(result["samples_equal_first"]), "the rollouts were not the same"
+    assert all(result["has_same_samples"]), "the rollouts were not the same"
     for name, loss in values_by_step(result, "losses").items():
         assert loss == pytest.approx(result["losses"][0], abs=loss_bound, rel=0), name
     assert max(result["drift"]) < DRIFT_BOUND
@@ -86,7 +86,7 @@ def test_a_reference_model_is_asked_the_same(tmp_path):
     )
     assert_equal_steps(result)
     assert sum(result["packed_passes"]) > 0
-    assert not result["refused"]
+    assert not result["packing_disabled_reason"]
     # One float32 step of a log-probability, 1.4e-7 nats, is a KL of 1e-14.
     assert max(result["kl"]) < 1e-14
     assert max(result["distances"]) <= GRADIENT_BOUND, "gradients differ from those of `off`"
@@ -102,7 +102,7 @@ def test_turns_with_pictures_of_tools(tmp_path):
     )
     assert_equal_steps(result)
     assert sum(result["packed_passes"]) > 0
-    assert not result["refused"]
+    assert not result["packing_disabled_reason"]
     assert result["image_passes"][1] < result["image_passes"][0]
     assert max(result["distances"]) <= GRADIENT_BOUND
 
@@ -120,11 +120,11 @@ def test_the_work_is_really_saved(result_of_all_steps):
     assert image_passes["vision"] == 2 * 4
     assert image_passes["zero signal"] == 32 + 16, "two of four problems have no signal"
     assert image_passes["all"] == 2
-    skipped = values_by_step(result_of_all_steps, "skipped")
+    skipped = values_by_step(result_of_all_steps, "skipped_groups")
     assert skipped["all"] == skipped["zero signal"] == 0.5
     assert skipped["no padding"] == 0
     assert sum(result_of_all_steps["packed_passes"]) > 0
-    assert not result_of_all_steps["refused"]
+    assert not result_of_all_steps["packing_disabled_reason"]
     assert values_by_step(result_of_all_steps, "packed_passes")["no padding"] > 0, (
         "no pass was without padding"
     )
@@ -136,7 +136,7 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(result_of_all_steps)
     If one were another row's, engine and policy would differ on it.
     """
     assert result_of_all_steps["steps"][-1] == "refill"
-    assert result_of_all_steps["refilled"] > 0
+    assert result_of_all_steps["refilled_groups"] > 0
     assert result_of_all_steps["drift"][-1] < DRIFT_BOUND
     assert result_of_all_steps["distances"][-1] > 1e-2, "nothing else was learned from"
 
@@ -183,7 +183,9 @@ def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
     only = "off,prompt,zero signal,off again"
     argv = ("--sabotage", "positions,rows", "gradient_accumulation_steps=3")
     result = run_speed_script(tmp_path, "cpu", *argv, "--only", only)
-    assert "differ by" in result["refused"], "the check on the first batch did not fall back"
+    assert "differ by" in result["packing_disabled_reason"], (
+        "the check on the first batch did not fall back"
+    )
     assert values_by_step(result, "distances")["zero signal"] > 1e-3
 
 
@@ -199,11 +201,11 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     assert_equal_steps(result, LOSS_BOUND_FLOAT32)
 
     assert sum(result["packed_passes"]) > 0
-    assert not result["refused"]
+    assert not result["packing_disabled_reason"]
     for norm in values_by_step(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=NORM_BOUND_FLOAT32)
-    skipped = values_by_step(result, "skipped")
-    moved = values_by_step(result, "moved")
+    skipped = values_by_step(result, "skipped_groups")
+    moved = values_by_step(result, "moved_groups")
     # the silent problems are the first process's: alone, it would look on while the other takes all
     # of its own
     assert skipped["zero signal"] == 0

@@ -154,9 +154,10 @@ class ChoiceMatcher:
         return indices[0] if len(indices) == 1 else None
 
     def _match_letter_of_short_text(self, text: str) -> re.Match[str] | None:
-        """Match the letter that a short text is, begins with, or ends with in brackets.
+        """Match the letter of a choice in a short text: alone, in front, or at the end in brackets.
 
-        The matches are of `option B`, `B. a dam` and `a dam (B)`. Returns None for any other text.
+        For example, it finds B in `option B`, in `B. a dam` and in `a dam (B)`. Returns None for
+        any other text.
         """
         letters = self.letters
         lone_letter = re.fullmatch(

@@ -32,7 +32,7 @@ from adora_vl.packing import span_attention, split_attention
 from adora_vl.packing.packed_forward import PackedForward, PassInputs
 from adora_vl.packing.pass_differences import has_dropout
 from adora_vl.packing.policy_pass import PolicyPass
-from adora_vl.packing.row_positions import prompt_positions
+from adora_vl.packing.row_positions import prompt_position_ids
 from adora_vl.packing.shared_prompt import (
     GroupLayout,
     PackedLayout,
@@ -151,7 +151,7 @@ def prompt_positions_and_images(model: Any, rows: Batch) -> tuple[Tensor, dict[s
         grids = rows["grid"].repeat(len(first_rows), 1)
         types = rows["types"][first_rows, :prompt_width]
         images = {"pixel_values": torch.cat(rows["patches"]), "image_grid_thw": grids}
-    positions = prompt_positions(
+    positions = prompt_position_ids(
         model,
         prompt_ids=rows["ids"][first_rows, :prompt_width],
         prompt_mask=rows["mask"][first_rows, :prompt_width],
@@ -166,7 +166,7 @@ def pack_padded_rows(
     attention_mask: Tensor,
     completion_width: int,
     groups: list[list[int]],
-    prompt_positions: Tensor,
+    prompt_position_ids: Tensor,
 ) -> PackedSequence:
     """Return padded rows without images as one packed sequence."""
     prompt_width = ids_BS.size(1) - completion_width
@@ -181,7 +181,7 @@ def pack_padded_rows(
         attention_mask=attention_mask,
         completion_width=completion_width,
         groups=groups,
-        prompt_positions=prompt_positions,
+        prompt_position_ids=prompt_position_ids,
         rows_on_cpu=rows_on_cpu,
     )
 
@@ -195,7 +195,7 @@ def packed_logps(model: Any, rows: Batch) -> Tensor:
         attention_mask=rows["mask"],
         completion_width=rows["completion"],
         groups=rows["groups"],
-        prompt_positions=positions,
+        prompt_position_ids=positions,
     )
     layout = {LAYOUT_ARGUMENT: packed.layout}
     output = model(
@@ -402,7 +402,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                 attention_mask=rows["mask"],
                 completion_width=4,
                 groups=rows["groups"],
-                prompt_positions=torch.arange(5)[None],
+                prompt_position_ids=torch.arange(5)[None],
             ).layout
             with pytest.raises(RuntimeError):  # more positions than there are tokens
                 model(
@@ -664,7 +664,7 @@ def test_groups_as_one_sequence_by_hand():
         attention_mask=mask,
         completion_width=3,
         groups=[[0, 1], [2]],
-        prompt_positions=positions,
+        prompt_position_ids=positions,
     )
 
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
@@ -687,7 +687,7 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
         attention_mask=mask,
         completion_width=2,
         groups=[[0, 1]],
-        prompt_positions=torch.arange(2)[None],
+        prompt_position_ids=torch.arange(2)[None],
     )
     assert packed.ids_NS.tolist() == [[5, 6, 2]]
     assert packed.labels.tolist() == [[2, 2]]
@@ -702,7 +702,7 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
         attention_mask=torch.tensor([[1, 1, 0]] * 2),  # both completions are masked out
         completion_width=1,
         groups=[[0, 1]],
-        prompt_positions=torch.arange(2)[None],
+        prompt_position_ids=torch.arange(2)[None],
     )
     assert packed.labels.tolist() == [[-100]]
     assert packed.layout.groups == (GroupLayout(2, ()),)

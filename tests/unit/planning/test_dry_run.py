@@ -237,7 +237,7 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_folder):
     """A processor that cannot be read is an error of a dry run, unlike one on an unreachable hub.
 
-    In that case a dry run plans with the processor's defaults.
+    Without the hub a dry run plans with the processor's defaults.
     """
     model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")

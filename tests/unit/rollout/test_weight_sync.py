@@ -125,7 +125,7 @@ def policy_and_original_weights(
     return model, original
 
 
-def gather_nothing(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+def undivided_weights(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Return a context that does nothing, in place of one in which sharded weights are gathered."""
     return nullcontext()
 
@@ -139,7 +139,7 @@ def tensors_of_sync(
     """
     return {
         name: tensor.clone()
-        for name, tensor in merged_parameters(model, gather_nothing, is_included)
+        for name, tensor in merged_parameters(model, undivided_weights, is_included)
     }
 
 
@@ -149,7 +149,9 @@ def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     The engine has the other weights already.
     """
     model, original = policy_and_original_weights(torch.float32, modules_to_save=["lm_head"])
-    changed_tensors = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
+    changed_tensors = merged_parameters(
+        model, undivided_weights, lambda name: True, changed_only=True
+    )
     names = [name for name, _ in changed_tensors]
     adapted_names = {name for name in original if "q_proj" in name or "up_proj" in name}
     assert sorted(names) == sorted(adapted_names | {"lm_head.weight"})
@@ -287,7 +289,8 @@ def test_every_form_of_lora_is_sent_as_peft_merges_it(base, lora_kind, second_ad
         ),
         second_adapter,
     )
-    assert assert_sent_is_merged(base, model)
+    changed_names = assert_sent_is_merged(base, model)
+    assert changed_names, "the adapter changes nothing"
 
 
 @pytest.mark.parametrize("lora_kind", ["dora", "embedding", "tokens", "modules_to_save"])
@@ -324,10 +327,11 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
     options |= OPTIONS_BY_KIND.get(kind, {})
     model = policy_with_adapter(base, CONFIG_CLASS_BY_OTHER_KIND[kind](**options))
     if kind not in KINDS_THAT_CHANGE_NO_WEIGHT:
-        assert assert_sent_is_merged(base, model)
+        changed_names = assert_sent_is_merged(base, model)
+        assert changed_names, "the adapter changes nothing"
         return
     with pytest.raises(UserError, match=f"^peft_config: {kind}: PEFT cannot merge this adapter"):
-        refuse_unmergeable(model, gather_nothing)
+        refuse_unmergeable(model, undivided_weights)
 
 
 def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
@@ -342,7 +346,7 @@ def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
 
     assert_sent_is_merged(base, with_bias("q_proj"))
     with pytest.raises(UserError, match="^peft_config: LORA: PEFT cannot merge this adapter"):
-        refuse_unmergeable(with_bias("o_proj"), gather_nothing)
+        refuse_unmergeable(with_bias("o_proj"), undivided_weights)
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):

@@ -268,7 +268,8 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
     """A drift above `adora_max_drift` stops the run with a checkpoint, and one below is logged.
 
-    The engine's log-probabilities are 0.5 nats off at each token. The 50 stands at padding.
+    The engine's log-probabilities are 0.5 nats off at each token. The 50 stands at padding. The
+    message names the step that is being made, which is the one after the 4 made.
     """
     batch: Batch = {
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),

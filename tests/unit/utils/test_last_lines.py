@@ -191,7 +191,11 @@ def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
             "import sys; from adora_vl.utils.cli import run_command; say = lambda: print('a "
             f"line\\n' * {lines})"
         )
-        command = [sys.executable, "-c", f"{code}; sys.exit(run_command(say, 'nothing'))"]
+        command = [
+            sys.executable,
+            "-c",
+            f"{code}; sys.exit(run_command(say, interrupt_note='nothing'))",
+        ]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
