@@ -43,7 +43,7 @@ class DataLayout:
     """
 
     hub_config: str | None = None
-    """The part of a dataset on the hub that has several."""
+    """The configuration to load of a dataset that has several on the hub."""
     image_folder: str = ""
     """A folder beside a file of rows, in which their images are."""
     our_names: Mapping[str, str] = field(default_factory=dict)
