@@ -100,6 +100,23 @@ _REMEDY_BY_UNCALLED_METHOD = {
 }
 
 
+def _refuse_override(trainer_class: type, name: str, remedy: str) -> None:
+    """Raise `UserError` if a class overrides a method of TRL's that no step of ours calls.
+
+    The override would do nothing, and no error would say so.
+
+    Args:
+        trainer_class: a subclass of our trainer.
+        name: the name of the method.
+        remedy: what to do in place of overriding it.
+    """
+    if getattr(trainer_class, name) is not getattr(GRPOTrainer, name):
+        raise UserError(
+            f"{trainer_class.__name__}.{name}: a step calls no such method here, so it would do "
+            f"nothing; {remedy}"
+        )
+
+
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`.
 
@@ -124,17 +141,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     _steps_of_generation: range = range(0)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Raise `UserError` for a subclass that overrides a method of TRL's that is never called.
-
-        The override would do nothing, and no error would say so.
-        """
+        """Raise `UserError` for a subclass that overrides a method of TRL's which no step calls."""
         super().__init_subclass__(**kwargs)
         for name, remedy in _REMEDY_BY_UNCALLED_METHOD.items():
-            if getattr(cls, name) is not getattr(GRPOTrainer, name):
-                raise UserError(
-                    f"{cls.__name__}.{name}: a step calls no such method here, so it would do "
-                    f"nothing; {remedy}"
-                )
+            _refuse_override(cls, name, remedy)
 
     def __init__(  # noqa: PLR0913  # the parameters of TRL's trainer
         self,
@@ -174,6 +184,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 rollout_func=rollout_func,
                 has_environments=has_environments,
             )
+            if config.use_vllm:
+                # The policy samples by this method in runs without an engine.
+                _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
             context = RunContext.of_launch(config, "ignore")
             if train_dataset is None:
                 train_dataset = rows_for_environments(config, processes=context.sharding.processes)

@@ -111,6 +111,25 @@ def test_a_subclass_that_overrides_what_no_step_calls_is_refused(name):
     type("Taken", (AdoraGRPOTrainer,), {"_generate_and_score_completions": lambda self, rows: {}})
 
 
+def test_an_override_of_sampling_by_the_policy_is_refused_where_an_engine_samples(tmp_path):
+    """Without an engine the policy samples by `_generate_single_turn`, which may be overridden."""
+
+    class Changed(AdoraGRPOTrainer):
+        """A trainer that samples in another way."""
+
+        def _generate_single_turn(self, *args, **kwargs):
+            """Sample nothing."""
+
+    args = AdoraGRPOConfig(str(tmp_path), **{**TWO_STEPS, "use_vllm": True})
+    rows = Dataset.from_list(EIGHT_ROWS)
+    with pytest.raises(UserError, match="Changed._generate_single_turn: .*; set use_vllm: false"):
+        Changed("tiny", reward_every_second_completion, args, rows)
+    # It is taken in a run without an engine, which goes on to the next check.
+    args = AdoraGRPOConfig(str(tmp_path), **{**TWO_STEPS, "use_vllm": False})
+    with pytest.raises(UserError, match="adora_reward: unknown preset 'none'"):
+        Changed("tiny", "none", args, rows)
+
+
 EIGHT_ROWS = [
     {
         "prompt": [{"role": "user", "content": f"Which of {n}?"}],
