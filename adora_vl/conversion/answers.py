@@ -36,7 +36,7 @@ _LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
-_AFTER_SOLUTION = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # solutions of GSM8K end so
+_GSM8K_ANSWER = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # solutions of GSM8K end so
 _INDEX = re.compile(r"[0-9]{1,2}")
 Record = Mapping[str, Any]  # a row of a user's table by its columns, as `pick_columns` returns it
 
@@ -89,9 +89,9 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     The first rule that fits decides:
 
     1. `So \\boxed{4}` gives 4, and several boxes give their contents with commas between them
-    2. a last line `#### 4` gives 4
-    3. `The answer is 4` gives 4, which was extracted; with `keeps_sentences` the whole sentence is
-       the answer
+    2. a last line `#### 4`, as in GSM8K, gives 4
+    3. `The answer is 4` gives 4, which alone counts as extracted; with `keeps_sentences` the whole
+       sentence is the answer
     4. any other text is the answer itself
 
     Before these rules the text is what stands inside of `<answer>`, if it is such a block, and
@@ -104,9 +104,9 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     boxes = last_adjacent_boxes(text, answer_tags=False)
     if boxes and all(boxes):
         return TableAnswer(text=", ".join(boxes), was_extracted=False)
-    text_after_solution = _AFTER_SOLUTION.fullmatch(text)
-    if text_after_solution:
-        return TableAnswer(text=text_after_solution[1].strip(), was_extracted=False)
+    gsm8k_answer = _GSM8K_ANSWER.fullmatch(text)
+    if gsm8k_answer:
+        return TableAnswer(text=gsm8k_answer[1].strip(), was_extracted=False)
     if keeps_sentences:
         return TableAnswer(text=text, was_extracted=False)
     extracted_answer = extract_final_answer(text)  # None without words such as `The answer is`

@@ -137,27 +137,27 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
     sharing_gib = sum(phases[phase].values()) / GIB
     trl_gib = sum(phases_of_trl[phase].values()) / GIB
     batch = setup.batch
-    rows_per_part = setup.rows_per_subgroup
-    shared_parts: list[str] = []
-    if sharing.vision and batch.image_tokens > 0 and rows_per_part > 1:
-        shared_parts.append("the image")
-    if setup.pass_size.is_packed:
-        shared_parts.append("the prompt")
+    rows_per_subgroup = setup.rows_per_subgroup
+    shared_inputs: list[str] = []
+    if sharing.vision and batch.image_tokens > 0 and rows_per_subgroup > 1:
+        shared_inputs.append("the image")
+    if setup.pass_size.is_packed:  # then a prompt stands once before the rollouts of its group
+        shared_inputs.append("the prompt")
     lines: list[str] = []
-    if shared_parts:
+    if shared_inputs:
         recompute_note = ", all layers recomputed" if plan.setup.checkpointing else ""
         lines.append(
-            f"Computed once for {rows_per_part} rollouts of a micro-batch: "
-            f"{' and '.join(shared_parts)}. "
+            f"Computed once for {rows_per_subgroup} rollouts of a micro-batch: "
+            f"{' and '.join(shared_inputs)}. "
             f"With one for each {phase} would take {trl_gib:.3g} GiB instead of "
             f"{sharing_gib:.3g}{recompute_note}."
         )
     # A micro-batch with a part of a group computes image and prompt for this part alone.
     group_size = setup.group_size
-    if rows_per_part < group_size:
+    if rows_per_subgroup < group_size:
         lines.append(
             f"per_device_train_batch_size: {batch.sequences} splits a group into "
-            f"{group_size // rows_per_part} parts, and each computes image and prompt anew; a "
+            f"{group_size // rows_per_subgroup} parts, and each computes image and prompt anew; a "
             f"multiple of num_generations: {group_size} does not."
         )
     return lines

@@ -97,13 +97,14 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     cli_args = request.cli_args
     model_name = str(cli_args.converted.get("model_name_or_path")) if cli_args else ""
     manifests = [read_manifest(Path(folder)) for folder in folders]
-    sources = [manifest.get("source") for manifest in manifests if manifest is not None]
+    # A folder without a manifest has other data: whatever we draw has one.
+    sources = [manifest.get("source") if manifest else None for manifest in manifests]
     all_built_in = all(source in (SYNTHETIC_DATA, KNIGHTS_DATA) for source in sources)
     # `RECIPE_BY_TINY_MODEL` has the built-in models by name.
     if all_built_in or model_name not in RECIPE_BY_TINY_MODEL:
         return []
     return [
-        f"{model_name} knows the drawn problems alone: on others expect no right answer. `python -m eval "
+        f"{model_name} knows the built-in problems alone: on others expect no right answer. `python -m eval "
         "problems run --engine openai --base-url URL` shows what a served model does with them, "
         "and docs/hardware.md which recipe fits your GPU"
     ]

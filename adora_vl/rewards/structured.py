@@ -86,12 +86,11 @@ def _parse_reference_cached(raw: str) -> Answer:
     # A structured answer has several values, a relation, an interval, or one value with its name.
     answer = parse_structured(value)
     if answer.is_value and not answer.name:
-        # One value in braces is a set of one.
+        # `parse_structured` gives one value without a name for braces alone: a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
-    reason = value.reason
-    if answer.type == "unreadable" and value.type == "expression":
-        # An expression can be read, so `value` has no reason that fits.
-        reason = "equation"
+    # An expression can be read, so it has no reason for an answer that cannot.
+    is_refused_equation = answer.type == "unreadable" and value.type == "expression"
+    reason = "equation" if is_refused_equation else value.reason
     return replace(answer, text=value.text, reason=reason, raw=raw)
 
 

@@ -93,14 +93,17 @@ def _evaluate_fraction(tree: ExpressionTree, unknown_values: UnknownValues) -> N
 def _evaluate_power(tree: ExpressionTree, unknown_values: UnknownValues) -> NumberWithError:
     """Return the value of `("power", base, exponent)`.
 
-    The exponent is evaluated first: `x^{999}` is too large, although `x` has no value here.
+    The exponent is evaluated first. So the reason why `x^{999}` is refused is that it is too large,
+    and not that `x` has no value.
     """
     _, base, exponent = tree
-    power = evaluate_tree(exponent, unknown_values)
-    is_closed_form = unknown_values is None
-    if is_closed_form and power.is_exact and abs(power.value) > MAX_CONSTANT_EXPONENT:
+    exponent_value = evaluate_tree(exponent, unknown_values)
+    # Without values for unknowns a tree stands for a constant, whose exponent has a limit.
+    is_constant = unknown_values is None
+    is_large = exponent_value.is_exact and abs(exponent_value.value) > MAX_CONSTANT_EXPONENT
+    if is_constant and is_large:
         raise ParseError("too_large")
-    return power_of(evaluate_tree(base, unknown_values), power)
+    return power_of(evaluate_tree(base, unknown_values), exponent_value)
 
 
 def _evaluate_root(tree: ExpressionTree, unknown_values: UnknownValues) -> NumberWithError:

@@ -119,7 +119,7 @@ class AdvantageComputer:
             step: optimizer steps that have been made.
         """
         groups = self._groups(facts, group_size, step)
-        trl = compute_trl_advantages(
+        trl_result = compute_trl_advantages(
             facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
             weights_F=self.reward_weights_F,
             scale=self.scale_rewards,
@@ -128,9 +128,9 @@ class AdvantageComputer:
         return GroupAssessment(
             groups=groups,
             weighting=self.pipeline.weigh(groups),
-            trl_advantages_PG=trl.advantages_PG,
+            trl_advantages_PG=trl_result.advantages_PG,
             has_signal_P=self.pipeline.groups_with_signal(groups),
-            equal_reward_share=_equal_reward_share(groups, trl.deviation),
+            equal_reward_share=_equal_reward_share(groups, trl_result.deviation),
             num_ranks=self.num_ranks,
         )
 

@@ -194,7 +194,9 @@ class GroupSampler:
     ) -> GroupTurns:
         """Return the `GroupTurns` that samples the unfinished rollouts, with their prompts read.
 
-        A rank without unfinished rollouts reads nothing, and has no prompts.
+        Each rollout gets its `RequestParts`: its prompt, images and token budget. In a training the
+        user's extensions may change the images that the engine sees. A rank without unfinished
+        rollouts reads nothing, and has no prompts.
 
         Args:
             generation: the present generation.

@@ -370,14 +370,14 @@ class MicroBatcher:
         )
         micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro_batch["rows_on_cpu"] = rows_on_cpu.select(rows, used.first_of_prompts)
-        # The rows of this micro-batch, divided by the mean number of rows of a micro-batch.
-        micro_batch["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
+        mean_rows = self.layout.micro_batch_rows * filled_share  # of a micro-batch
+        micro_batch["share_of_rows"] = len(rows) / mean_rows
         if self._weighs_by_tokens:
             tokens = loss_mask(micro_batch).sum()
             micro_batch["share_of_tokens"] = self.share_of_tokens(micro_batch, tokens)
-            # TRL divides the loss by `num_items_in_batch` / (micro-batches of all ranks), which is
-            # the mean number of tokens of a micro-batch. With this value it divides by the tokens
-            # of this micro-batch, and the loss is a mean over them.
+            # TRL's loss becomes a mean over the tokens of this micro-batch. TRL divides by
+            # `num_items_in_batch` / (micro-batches of all ranks), where it would put the tokens of
+            # the whole generation.
             micro_batch["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
         return micro_batch
 

@@ -440,7 +440,8 @@ class Pool:
     def _warn_of_lost_groups(self, generation: Generation) -> None:
         """Warn that the training ends before it can learn from all groups that have begun.
 
-        That happens where a run resumes with a smaller `max_steps`. The first rank warns, once.
+        That happens where a run resumes with a smaller `max_steps`, so this is called in the first
+        generation after a start. The first rank warns.
         """
         pending_count = sum(len(pending.groups) for pending in self.state.pending_generations)
         begun_count = len(self.state.waiting_groups) + pending_count

@@ -25,7 +25,7 @@ _FLAGS_AGAINST_BACKGROUND_REQUESTS = [
 ]
 # Texts of the page that are no words but values of JavaScript, which an element was made of by
 # mistake.
-_VALUES_WITHOUT_WORDS_SCRIPT = """(() => {
+_UNFORMATTED_VALUES_SCRIPT = """(() => {
   const texts = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) texts.push(walker.currentNode.textContent.trim());
@@ -64,12 +64,13 @@ class Browser:
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Load a file and wait until its own script has shown all of it."""
+        # Another fragment of the same file alone would load nothing.
         self.page.goto("about:blank")
         self.errors.clear()
         self.requests.clear()
         self.page.goto(path.as_uri() + fragment)
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
-        assert self.evaluate(_VALUES_WITHOUT_WORDS_SCRIPT) == [], "nobody has put these in words"
+        assert self.evaluate(_UNFORMATTED_VALUES_SCRIPT) == [], "texts of the page are bare values"
 
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true, at most 30 seconds.

@@ -35,8 +35,8 @@ class ProcessGroup:
         """Wait until every process has come to the named point of the run.
 
         Each process adds 1 to a counter in the store. The process that brings the counter to
-        `world` sets a key, for which all processes wait. A single process has no store and does not
-        wait.
+        `world_size` sets a key, for which all processes wait. A single process has no store and
+        does not wait.
         """
         if self.store is None:
             return

@@ -424,7 +424,7 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
 
 
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
-    """DAPO behind another method counts the groups as having signal that it gives one to.
+    """A group has signal for DAPO if the method before it gives it advantages other than 0.
 
     Two of three groups are wrong throughout, and ngrpo learns from them. So all tokens are those of
     groups with signal, and DAPO's factor is 1.

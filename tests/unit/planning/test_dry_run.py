@@ -453,12 +453,12 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
         "--dry-run",
     ]
     assert main(arguments) == 0
-    assert "knows the drawn problems alone" not in capsys.readouterr().out
+    assert "knows the built-in problems alone" not in capsys.readouterr().out
     own_rows = shutil.copytree(data_folder, tmp_path / "own")
     manifest = json.loads((own_rows / "manifest.json").read_text())
     (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
     assert main([*arguments, "--dataset_name", str(own_rows)]) == 0
-    assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())
+    assert "tiny knows the built-in problems alone" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_peft_that_switches_an_optimisation_off_is_named(

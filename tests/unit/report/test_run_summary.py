@@ -253,7 +253,10 @@ def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
-    """A problem with an image and a zoom is shown without the mark and the call's text."""
+    """A problem with an image and a zoom is shown without the placeholder and the call's text.
+
+    Its summary has two lines, and none on a change in length, since the run has one step.
+    """
     settings = {**ADORA_SETTINGS, "view": VIEW_LIMITS}
     run = write_recorded_run(
         tmp_path / "run",
@@ -266,4 +269,4 @@ def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
     assert {problem["problem"] for problem in view.problems.values()} == {"Find x."}
     assert "tool_call" not in str(view.groups)
     assert "<image>" not in str(view.groups)
-    assert len(view.summary) == 2, "one step has no change in length"
+    assert len(view.summary) == 2

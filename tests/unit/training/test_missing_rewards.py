@@ -329,7 +329,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
         raise UserError("adora_reward: judge: the key is refused")
 
     guards = [RewardGuard(step_context(save_now=lambda: tmp_path)) for _ in range(2)]
-    for guard, function in zip(guards, (refuse, flaky), strict=True):
+    for guard, function in zip(guards, (refuse, lambda **_: [1.0]), strict=True):
         (guarded_function,) = guard.wrap_functions([function], ["judge"])
         guarded_function(completions=["fine"])
     failures_of_ranks = [*guards[0].failures, *guards[1].failures]
@@ -340,7 +340,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
         with pytest.raises(
             SharedUserError, match=rf"^step 3: .* refused, and go on with --resume_\w+ {tmp_path}$"
         ):
-            guard.check(step=2)
+            guard.check(step=2)  # two steps are made, so this is the third
 
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
