@@ -38,6 +38,7 @@ from adora_vl import model_setup  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.models.shape import SHAPES_FOLDER  # noqa: E402
+from adora_vl.packing.policy_pass import PolicyPass  # noqa: E402
 from adora_vl.preflight import check_model  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
@@ -271,6 +272,8 @@ def time_phases(trainer: GRPOTrainer) -> dict[str, Clock]:
         clock.around(trainer.processing_class.image_processor, "preprocess", "image")
         clock.around(RewardFunctions, "score", "grading")
         clock.around(trainer, "_get_per_token_logps_and_entropies", name_of_pass)
+        # Packed and padded rows are compared once, in the first generation, which is not measured.
+        clock.around(PolicyPass, "check", "check")
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", name_of_head)
         # Autograd has a thread of its own, so this phase is not inside `backward`.
