@@ -44,6 +44,7 @@ from adora_vl.checkpoint.callback_states import (
 )
 from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.store import read_checkpoint_manifest
+from adora_vl.checkpoint.trl_state import load_to_numbered_cpus
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import move_old_run_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -744,6 +745,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.manifest, output_dir=output_dir, count_steps=steps_done, is_main=is_main
         ):
             if checkpoint:
+                load_to_numbered_cpus()
                 self.restore(checkpoint)
                 if is_universal(Path(checkpoint)):
                     expect_universal_checkpoint(self)

@@ -6,6 +6,7 @@ It is the reference model that `sync_ref_model` moves, and the sums of losses be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.serialization import STORAGE
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.checkpoint.store import MANIFEST_FILE, read_checkpoint_manifest
@@ -26,6 +28,23 @@ if TYPE_CHECKING:
 REFERENCE_FOLDER = "reference"  # the folder in a checkpoint
 _MAX_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
 LOSSES_KEY = "losses"  # the key in the manifest
+
+
+@cache
+def load_to_numbered_cpus() -> None:
+    """Let `torch.load` take a numbered CPU, such as `cpu:0`, for its `map_location`.
+
+    Of several processes without DeepSpeed each loads the optimizer's state to its own device
+    (`Trainer._load_optimizer_and_scheduler`). On a CPU accelerate numbers that device, and torch
+    restores nothing to `cpu:0`. Here the storage stays where it was read, which is on the CPU.
+    """
+
+    def restore(storage: STORAGE, location: str) -> STORAGE | None:
+        return storage if location.startswith("cpu:") else None
+
+    # torch asks the registered functions in the order of their numbers, and its own come first. No
+    # storage is saved under such a location, so the function that would name it returns None.
+    torch.serialization.register_package(1000, lambda storage: None, restore)
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

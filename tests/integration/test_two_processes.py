@@ -269,6 +269,21 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     assert resumed == uninterrupted
 
 
+def test_processes_without_deepspeed_go_on_as_if_nothing_had_happened(tmp_path):
+    """Also without DeepSpeed a run of two processes that resumes ends as one that did not stop.
+
+    Each process has all weights then, and reads the whole state of the optimizer.
+    """
+    argv = cli_arguments(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": tmp_path / "run"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "adora_vl.train", *argv]
+    run_command(command)
+    uninterrupted = comparable_results(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    run_command(command)
+    assert comparable_results(tmp_path / "run") == uninterrupted
+
+
 # One call of each process before the run, 16 in the first step where no two replies are alike, and
 # some of the second
 ANSWERS_BEFORE_REFUSAL = 25
