@@ -296,7 +296,7 @@ def distances_of_run(trainer: RecordingTrainer) -> dict[str, Any]:
         "turns": trainer.turns,
         "packed": packed_forward.passes,
         "packing_disabled_reason": packed_forward.disabled_reason,
-        "largest_weight_change": gather(largest_move[None]).amax().item(),
+        "largest_logp_change": gather(largest_move[None]).amax().item(),
         "advantages": gather(trainer.last_advantages).tolist(),
         "own_lengths": gather(trainer.own_lengths).tolist(),
         "sent": trainer.sent,

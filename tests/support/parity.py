@@ -133,9 +133,9 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
 def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
     """Give the policy a LoRA adapter with random weights, sync it to the engine, and measure drift.
 
-    Returns, in nats per token: "moved", the mean change of the policy's log-probabilities by the
-    adapter, and "gap", the largest difference of engine and policy after the sync. The trainer
-    keeps the adapter, which is in all parts of the model.
+    Returns, in nats per token: "mean_logp_change", the mean change of the policy's
+    log-probabilities by the adapter, and "gap", the largest difference of engine and policy after
+    the sync. The trainer keeps the adapter, which is in all parts of the model.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -151,7 +151,7 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    moved = drift_over_ranks(
+    logp_change = drift_over_ranks(
         engine_and_policy.accelerator,
         engine_and_policy.policy_logps(rollouts),
         logps_before_BC,
@@ -159,7 +159,7 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
     )
     trainer.vllm_generation.sync_weights()
     gap = checker.compare("with the adapter")
-    return {"moved": moved.mean, "gap": gap.largest}
+    return {"mean_logp_change": logp_change.mean, "gap": gap.largest}
 
 
 class DrawnPictureTools:
