@@ -59,6 +59,7 @@ from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
+    ModelSource,
     RunRequest,
     copy_or_default_config,
     model_source,
@@ -178,34 +179,27 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if run is None:
             config = copy_or_default_config(args, model)
-            has_environments = bool(environment_factory or config.environment_factory)
             refuse_unsupported_arguments(
                 train_dataset,
                 reward_funcs=reward_funcs,
                 rollout_func=rollout_func,
-                has_environments=has_environments,
+                has_environments=bool(environment_factory or config.environment_factory),
             )
-            if config.use_vllm:
-                # The policy samples by this method in runs without an engine.
-                _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
-            context = RunContext.of_launch(config, "ignore")
-            if train_dataset is None:
-                train_dataset = rows_for_environments(config, processes=context.sharding.processes)
-            request = RunRequest(
-                config=config,
-                model=model_source(
+            run = self._check_run(
+                config,
+                source=model_source(
                     model,
                     config=config,
                     processor=processing_class,
                     peft_config=peft_config,
                     quantization_config=quantization_config,
                 ),
-                rows=Datasets(train_dataset, eval_dataset),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
                 rewards=reward_funcs,
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
-            run = run_checks(request, context)
         self.run = run
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
@@ -230,6 +224,37 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.prefetch = NoPrefetch()  # until the data loader is made
         self.parts = self._build_parts(clock)
         self._replace_callbacks()
+
+    def _check_run(
+        self,
+        config: AdoraGRPOConfig,
+        source: ModelSource,
+        train_dataset: Any,
+        eval_dataset: Any,
+        rewards: object,
+        tools: Sequence[Any],
+        environment_factory: Callable[[], object] | None,
+    ) -> ResolvedRun:
+        """Make all checks of a run from Python, before its weights are loaded.
+
+        The arguments are those of a `RunRequest`. Without a training set environments say the
+        problems. Raises `UserError`, in one line, for what cannot work.
+        """
+        if config.use_vllm:
+            # The policy samples by this method in runs without an engine.
+            _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
+        context = RunContext.of_launch(config, "ignore")
+        if train_dataset is None:
+            train_dataset = rows_for_environments(config, processes=context.sharding.processes)
+        request = RunRequest(
+            config=config,
+            model=source,
+            rows=Datasets(train_dataset, eval_dataset),
+            rewards=rewards,
+            tools=tools,
+            environment_factory=environment_factory,
+        )
+        return run_checks(request, context)
 
     def _build_parts(self, clock: PhaseClock) -> StepParts:
         """Return the objects that a training step consists of, once TRL has loaded the models.

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import TYPE_BY_COLUMN, schema
-from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.nested_values import NO_VALUE, value_at_path
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -372,34 +372,6 @@ def _class_name(value: object, class_names: Sequence[str]) -> object:
     if isinstance(number, bool) or not isinstance(number, int) or value in class_names:
         return value
     return class_names[number] if 0 <= number < len(class_names) else None
-
-
-NO_VALUE = object()  # in place of None, which may be the value
-
-
-def value_at_path(value: object, path: str) -> object:
-    """Return what stands in a nested value at a path; `NO_VALUE` where the path leads to nothing.
-
-    For example, `messages.0.content` leads to `Find x.` in {"messages": [{"content": "Find x."}]}:
-    a name in the path may be the index of a list. A key may have dots itself, and a list or an
-    object may also be a text of JSON.
-    """
-    if not path:
-        return value
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-        try:
-            value = read_json(value)
-        except (ValueError, RecursionError):
-            return NO_VALUE
-    if isinstance(value, Mapping) and path in value:
-        return value[path]
-    name, _, rest_of_path = path.partition(".")
-    is_number = name.removeprefix("-").isdecimal()
-    if isinstance(value, list) and is_number and -len(value) <= int(name) < len(value):
-        return value_at_path(value[int(name)], rest_of_path)
-    if isinstance(value, Mapping) and name in value:
-        return value_at_path(value[name], rest_of_path)
-    return NO_VALUE
 
 
 def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:

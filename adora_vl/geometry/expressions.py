@@ -48,7 +48,7 @@ _NOISE_PATTERN = re.compile(
     r"\\(?:left|right|,|;|!)|\\?\$|\\text\{[^}]*\}|\bdegrees?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\circ|°"
 )
 _TIMES_SIGNS = ("*", "\\cdot", "\\times", "×")
-_FIRST_SIGNS_OF_FACTOR = ("(", "{", "\\frac", "\\sqrt", "\\pi", "π")
+_FIRST_TOKENS_OF_FACTOR = ("(", "{", "\\frac", "\\sqrt", "\\pi", "π")
 
 
 class ExpressionError(ValueError):
@@ -85,7 +85,7 @@ class _ExpressionReader:
     """Reads a value such as `2x + 5` from left to right: sums of products of powers.
 
     `tokens` are the numbers, letters, operators and brackets of the text. `next` is the number of
-    the sign that is read next, and `depth` how deep the brackets are nested.
+    the token that is read next, and `depth` how deep the brackets are nested.
     """
 
     def __init__(self, text: str) -> None:
@@ -106,16 +106,16 @@ class _ExpressionReader:
         return ExpressionError(f"{self.text!r:.60} is not a value")
 
     def peek(self) -> str | None:
-        """Return the next sign, which stays; None at the end."""
+        """Return the next token, which stays; None at the end."""
         return self.tokens[self.next] if self.next < len(self.tokens) else None
 
     def take(self) -> str:
-        """Return the next sign, and go past it. Raises `ExpressionError` at the end."""
-        sign = self.peek()
-        if sign is None:
+        """Return the next token, and go past it. Raises `ExpressionError` at the end."""
+        symbol = self.peek()
+        if symbol is None:
             raise self.error()
         self.next += 1
-        return sign
+        return symbol
 
     def whole(self) -> Quantity:
         """Return the expression of the whole text. Raises `ExpressionError` where tokens remain."""
@@ -143,22 +143,22 @@ class _ExpressionReader:
         r"""Read factors with a sign between them or none, as in `2x` and `3\sqrt{2}`."""
         expression = self.signed()
         while True:
-            sign = self.peek()
-            if sign in _TIMES_SIGNS:
+            symbol = self.peek()
+            if symbol in _TIMES_SIGNS:
                 self.take()
                 expression = times(expression, self.signed())
-            elif sign == "/":
+            elif symbol == "/":
                 self.take()
                 expression = over(expression, self.signed())
-            elif sign is not None and self._begins_factor(sign):
+            elif symbol is not None and self._begins_factor(symbol):
                 expression = times(expression, self.power())
             else:
                 return expression
 
-    def _begins_factor(self, sign: str) -> bool:
+    def _begins_factor(self, symbol: str) -> bool:
         """Tell whether a factor without a sign before it may begin with this one."""
-        is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", sign) is not None
-        return sign in _FIRST_SIGNS_OF_FACTOR or is_letter_or_number
+        is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", symbol) is not None
+        return symbol in _FIRST_TOKENS_OF_FACTOR or is_letter_or_number
 
     def signed(self) -> Quantity:
         """Read a power with any number of plus and minus signs before it."""
@@ -204,26 +204,26 @@ class _ExpressionReader:
     def atom(self) -> Quantity:
         """Read a bracket, a fraction, a root, pi, a number or a letter.
 
-        Raises `ExpressionError` for any other sign, and for a number over `MAX_NUMBER`.
+        Raises `ExpressionError` for any other token, and for a number over `MAX_NUMBER`.
         """
-        sign = self.peek()
-        if sign in ("{", "("):
+        symbol = self.peek()
+        if symbol in ("{", "("):
             return self.group()
-        sign = self.take()
-        if sign == "\\frac":
+        symbol = self.take()
+        if symbol == "\\frac":
             numerator = self.group()
             return over(numerator, self.group())
-        if sign == "\\sqrt":
+        if symbol == "\\sqrt":
             return self.root()
-        if sign in ("\\pi", "π"):
+        if symbol in ("\\pi", "π"):
             return Constant(math.pi)
-        if re.fullmatch(r"[\d.,]+", sign):
-            value = float(sign.replace(",", ""))
+        if re.fullmatch(r"[\d.,]+", symbol):
+            value = float(symbol.replace(",", ""))
             if value > MAX_NUMBER:
-                raise ExpressionError(f"the number {sign:.30} is over {MAX_NUMBER:g}")
+                raise ExpressionError(f"the number {symbol:.30} is over {MAX_NUMBER:g}")
             return Constant(value)
-        if re.fullmatch("[a-z]", sign):
-            return Unknown(sign)
+        if re.fullmatch("[a-z]", symbol):
+            return Unknown(symbol)
         raise self.error()
 
     def root(self) -> Quantity:

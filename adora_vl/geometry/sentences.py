@@ -213,8 +213,8 @@ def _describe_fault(plain: str) -> str:
 def _add_equation(draft: Draft, text: str) -> None:
     """Note an equation of two or more sides.
 
-    `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives AB : BC = 3
-    : 4 and BC : CA = 4 : 5.
+    `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives
+    AB : BC = 3 : 4 and BC : CA = 4 : 5.
     """
     sides = [_read_ratio(draft, _note_descriptions(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):

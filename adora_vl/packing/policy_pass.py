@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,18 @@ class PolicyPass:
 
         If they disagree on any rank, every rank goes on with padded rows.
         """
-        inputs = self._pass_inputs(model, *_tokens(batch), **_input_columns(batch))
+        input_ids, attention_mask, completion_width = _tokens(batch)
+        inputs = self._with_micro_batch(
+            PassInputs(
+                model=model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                completion_width=completion_width,
+                batch_size=None,
+                compute_entropy=False,
+                columns=_input_columns(batch),
+            )
+        )
         self.packed_forward.compare(inputs, partial(self._compute_padded, inputs, False))
 
     @contextmanager
@@ -224,14 +235,16 @@ class PolicyPass:
         A pass without gradients is compared with an engine, an older policy or a reference. None of
         these has dropout, so it is switched off here; TRL leaves it on.
         """
-        inputs = self._pass_inputs(
-            model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            logits_to_keep=logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            **columns,
+        inputs = self._with_micro_batch(
+            PassInputs(
+                model=model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                completion_width=logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                columns=columns,
+            )
         )
         has_gradients = torch.is_grad_enabled()
         with nullcontext() if has_gradients else evaluation_mode(model):
@@ -244,32 +257,17 @@ class PolicyPass:
             self._watched.keep_first_result(logps_BC, entropies_BC)
         return logps_BC, entropies_BC, auxiliary_loss
 
-    def _pass_inputs(
-        self,
-        model: "PreTrainedModel",
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **columns: object,
-    ) -> PassInputs:
-        """Return the arguments of TRL's method, with what the micro-batch has besides them."""
+    def _with_micro_batch(self, inputs: PassInputs) -> PassInputs:
+        """Return the arguments of a pass with what the micro-batch has besides them."""
+        columns = dict(inputs.columns)
         # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:
             columns["tool_mask"] = sampled_mask_BC
         if self._may_have_images:
-            columns = with_image_columns(columns, input_ids)
-        return PassInputs(
-            model=model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            completion_width=logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            columns=columns,
-            known_rows_on_cpu=self._micro_batch.get("rows_on_cpu"),
+            columns = with_image_columns(columns, inputs.input_ids)
+        return replace(
+            inputs, columns=columns, known_rows_on_cpu=self._micro_batch.get("rows_on_cpu")
         )
 
     def _compute_padded(

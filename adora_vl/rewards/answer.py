@@ -1,6 +1,6 @@
 r"""What an answer says, and how an answer of a single value is read.
 
-`forms.parse_reference` reads answers of all types. The types, with examples:
+`structured.parse_reference` reads answers of all types. The types, with examples:
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5

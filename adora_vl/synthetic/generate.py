@@ -36,8 +36,9 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
     r"""Draw `count` different choices for a problem: its answer among wrong ones.
 
     `slip` is a worked solution with a typical mistake. Its answer, in a box, is always among the
-    choices, unless it means the same as the right one. The answer `70` with the slip `180 - 40 =
-    \boxed{140}` and a count of 4 may give the choices 140, 72, 60 and 70, of which `D` is right.
+    choices, unless it means the same as the right one. The answer `70` with the slip
+    `180 - 40 = \boxed{140}` and a count of 4 may give the choices 140, 72, 60 and 70, of which `D`
+    is right.
     """
     distractors: list[str] = []
     candidates = [last_boxed(slip) or "", *_similar_answers(answer, rng)]

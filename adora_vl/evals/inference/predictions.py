@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from adora_vl.conversion.columns import NO_VALUE, value_at_path
 from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MultiLineUserError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file, unwritable_error
+from adora_vl.utils.nested_values import NO_VALUE, value_at_path
 
 # The names of files in the output folder of `run`.
 PREDICTIONS_FILE = "predictions.jsonl"

@@ -459,11 +459,9 @@ def accuracy_metric(graded_answers: Sequence[GradedAnswer]) -> AccuracyMetric:
 
 
 def accuracy_of_share(successes: Sequence[bool], problem_ids: Sequence[str]) -> AccuracyMetric:
-    """Compute a share as a metric of a benchmark has it, with its clustered Wilson interval.
+    """Return `share_metric` under the names of an `AccuracyMetric`: `correct`, `accuracy`.
 
-    Args:
-        successes: Whether each answer is right (or whatever is counted); at least one.
-        problem_ids: The problem of each answer. Answers to one problem are not independent.
+    The arguments are those of `share_metric`.
     """
     metric = share_metric(successes, problem_ids)
     return {
