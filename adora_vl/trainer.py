@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -57,7 +58,7 @@ from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
-from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.python_inputs import AnyDatasets, Datasets
 from adora_vl.preflight.request import (
     ModelSource,
     RunRequest,
@@ -229,10 +230,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self,
         config: AdoraGRPOConfig,
         source: ModelSource,
-        train_dataset: Any,
-        eval_dataset: Any,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: AnyDatasets | None,
         rewards: object,
-        tools: Sequence[Any],
+        tools: Sequence[str | Callable[..., Any]],
         environment_factory: Callable[[], object] | None,
     ) -> ResolvedRun:
         """Make all checks of a run from Python, before its weights are loaded.

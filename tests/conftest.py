@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.paths import REPOSITORY, SHARED_FOLDER
+from tests.support.paths import SHARED_FOLDER
 
 # a machine under load may be slow, and no test is about seconds
 settings.register_profile("patient", deadline=None)
@@ -30,11 +30,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were loaded before the input was checked")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
-
-
-@pytest.fixture(scope="session")
-def repository() -> Path:
-    return REPOSITORY
 
 
 @pytest.fixture(scope="session")

@@ -51,11 +51,9 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # `compute_advantages` sets these three. The learning rate of the generation's optimizer
-        # steps is multiplied by the first. The second has metrics to log, by name; the third
-        # ADORA's weights.
-        self.learning_rate_factor = 1.0
-        self.metrics: dict[str, float] = {}
+        # `compute_advantages` sets these three.
+        self.learning_rate_factor = 1.0  # of the generation's optimizer steps
+        self.metrics: dict[str, float] = {}  # to log, by name
         self.weighting: AdoraWeighting | None = None
         # DARO's weights are created at its first batch, from the state of the checkpoint if there
         # is one.

@@ -82,8 +82,8 @@ class RunContext:
         Raises `UserError` for FSDP, which is not supported.
         """
         sharding = planned_sharding(options)
-        # The key `deepspeed` starts DeepSpeed under a launch without it. For a launch with settings
-        # of DeepSpeed accelerate refuses the key, in the run.
+        # An accelerate config says itself what DeepSpeed divides. Without one, the key `deepspeed`
+        # may start it. accelerate refuses both, in the run.
         if config.deepspeed or options.accelerate_config is None:
             sharding = with_deepspeed(sharding, config.deepspeed_plugin)
         return cls(

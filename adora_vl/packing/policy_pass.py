@@ -25,7 +25,7 @@ from adora_vl.types import Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# TRL's `_get_per_token_logps_and_entropies`, bound to a model
+# TRL's `_get_per_token_logps_and_entropies`; each use says whether it is bound to a model
 ModelPass = Callable[..., PassResult]
 # The columns that TRL's `_compute_loss` hands to a pass besides the tokens. `tool_mask` is not one
 # of the model's inputs: it tells which tokens the policy has sampled.
@@ -187,7 +187,9 @@ class PolicyPass:
                 columns=_input_columns(batch),
             )
         )
-        self.packed_forward.compare(inputs, partial(self._compute_padded, inputs, False))
+        self.packed_forward.compare(
+            inputs, partial(self._compute_padded, inputs, compute_aux_loss=False)
+        )
 
     @contextmanager
     def watch(
@@ -271,7 +273,7 @@ class PolicyPass:
         )
 
     def _compute_padded(
-        self, inputs: PassInputs, compute_aux_loss: bool, rows: int, columns: dict[str, Any]
+        self, inputs: PassInputs, rows: int, columns: dict[str, Any], *, compute_aux_loss: bool
     ) -> PassResult:
         """Compute the first `rows` rows as TRL does, each with its own prompt and padding.
 
@@ -294,7 +296,7 @@ class PolicyPass:
 
         `compute_aux_loss`: whether the auxiliary loss of a mixture of experts is needed too.
         """
-        compute_padded = partial(self._compute_padded, inputs, compute_aux_loss)
+        compute_padded = partial(self._compute_padded, inputs, compute_aux_loss=compute_aux_loss)
         may_pack = self._config.uses("share_prompt") and not self.packed_forward.disabled_reason
         if may_pack and not compute_aux_loss:  # a packed pass computes no auxiliary loss
             result = self.packed_forward(inputs, compute_padded)

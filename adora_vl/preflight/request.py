@@ -179,10 +179,11 @@ def refuse_unsupported_arguments(
 def rows_for_environments(config: AdoraGRPOConfig, *, processes: int) -> Dataset:
     """Return the rows of a run whose environments say the problem themselves, when they are reset.
 
-    As in TRL their prompts are empty, and there are as many rows as a generation has prompts. An
-    optimizer step over several generations gets the rows of all of them, since the last step of an
-    epoch would end with the rows. Raises `UserError` without `max_steps`, since nothing else says
-    how long such a run is.
+    As in TRL their prompts are empty, and there are as many rows as a generation has prompts. Where
+    an optimizer step takes several generations, there are rows for all of them, since a step cannot
+    go on beyond the end of an epoch.
+
+    Raises `UserError` without `max_steps`, since nothing else says how long such a run is.
 
     Args:
         config: the training keys.

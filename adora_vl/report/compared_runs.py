@@ -136,7 +136,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("adora_reward"), list):
         config["adora_reward"] = normalize_reward_entries(config["adora_reward"])
     settings: dict[str, Any] = {}
-    not_compared = IGNORED_KEYS - _COMPARED_THOUGH_IGNORED | _SEED_KEYS
+    not_compared = (IGNORED_KEYS - _COMPARED_THOUGH_IGNORED) | _SEED_KEYS
     for key in config.keys() - not_compared:
         settings |= with_dotted_keys(key, config[key])
     settings |= {

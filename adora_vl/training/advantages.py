@@ -142,7 +142,7 @@ class AdvantageComputer:
         `assessment`: the last one of the generation, when no group is replaced any more.
         """
         pipeline = self.pipeline
-        # The call also sets `metrics` of the pipeline, metrics for the log.
+        # The call also sets `pipeline.metrics`, which are logged.
         final_PG = pipeline.compute_advantages(
             assessment.groups, assessment.trl_advantages_PG, assessment.weighting
         )

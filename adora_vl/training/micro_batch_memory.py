@@ -46,8 +46,9 @@ class SubgroupSize:
         return max(self.completion_tokens - self.rows, 0)
 
     def tokens(self, *, shares_prompt: bool) -> int:
-        """Return how many tokens the policy's pass has for the subgroup.
+        """Return how many tokens of prompts and completions the policy's pass computes.
 
+        The last token of a completion is counted too, although a packed pass leaves it out.
         For example, a prompt of 10 tokens with completions of 3 and 5 tokens has 18 if the prompt
         is computed once for all rows, and 28 if it is computed for each row.
         """

@@ -459,7 +459,7 @@ class MicroBatcher:
     def _carry_out(
         self, moves: list[SubgroupMove], batch: Batch, has_signal: list[bool]
     ) -> tuple[Batch, list[bool]]:
-        """Move subgroups between the ranks, with the arguments of `carry_out_moves`. Collective.
+        """Move subgroups between the ranks, as `carry_out_moves` describes. Collective.
 
         Returns the new batch of this rank, and for each of its subgroups whether it is to be
         learned from. A subgroup that has moved away stays in the batch, and is not learned from.

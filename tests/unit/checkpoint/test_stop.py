@@ -222,6 +222,7 @@ def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
     for name, watches in {
         "SHELL": False,
+        "ACCELERATE_MIXED_PRECISION": False,
         "TORCHELASTIC_RUN_ID": True,
         "ACCELERATE_DYNAMO_MODE": True,
     }.items():
@@ -357,12 +358,6 @@ def slow_command_modules() -> list[str]:
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
                 modules.append(name.removesuffix(".__main__"))
     return [name for name in modules if name not in REASON_BY_QUICK_COMMAND]
-
-
-def installed_command_modules() -> list[str]:
-    """The module that the installed command `adora-vl` imports."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    return [target.removesuffix(":main") for target in declared.values()]
 
 
 def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:

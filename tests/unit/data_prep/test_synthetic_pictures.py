@@ -17,7 +17,7 @@ from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS
 
 
 class DrawnPicture:
-    """One picture as the drawing calls tell it: labels with their places, and right angles."""
+    """One picture as the drawing calls tell it: labels with their places, and lines."""
 
     def __init__(self) -> None:
         self.labels: list[tuple[str, Point]] = []

@@ -158,9 +158,10 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
 
 
 def test_deepspeed_is_refused_where_accelerate_would_not_start_it(monkeypatch):
-    """A launch with `use_cpu: true`, as of cpu.yaml, does not start DeepSpeed for the key.
+    """The key `deepspeed` is refused where accelerate was launched with `use_cpu: true`.
 
-    The launch of cpu_zero3.yaml does not set the variable.
+    Such a launch, as by cpu.yaml, sets `ACCELERATE_USE_CPU` and starts no DeepSpeed. That of
+    cpu_zero3.yaml does not set it.
     """
     zero2 = {"zero_optimization": {"stage": 2}}
     config = training_config(deepspeed=zero2)

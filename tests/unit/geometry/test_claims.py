@@ -85,8 +85,7 @@ def count_steps(claims: list[CheckedClaim]) -> int:
     return sum(claim.is_step for claim in claims)
 
 
-# ------------------------------------------------------------------------------------ measured on
-# texts
+# -------------------------------------------------------------------------------- measured on texts
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,7 @@ def test_true_claims_are_new_given_or_nothing_new_as_people_say() -> None:
     assert reading.exactness >= 0.89, reading.inexact
 
 
-# ------------------------------------------------------------------------------------------ what is
-# new
+# -------------------------------------------------------------------------------------- what is new
 
 
 @pytest.mark.parametrize(
@@ -278,8 +276,7 @@ def test_the_answer_itself_is_no_step() -> None:
     assert count_steps(claims) == 1
 
 
-# ---------------------------------------------------------------------------------------- what is
-# false
+# ------------------------------------------------------------------------------------ what is false
 
 
 def test_an_error_counts_once_with_what_follows_from_it() -> None:
@@ -388,8 +385,7 @@ def test_values_are_equal_up_to_rounding(
     assert are_equal_when_rounded(left, right, decimals) is equal
 
 
-# ------------------------------------------------------------------------------------------ the
-# grammar
+# -------------------------------------------------------------------------------------- the grammar
 
 
 @pytest.mark.parametrize(
@@ -528,8 +524,7 @@ def test_a_claim_stands_where_it_was_said() -> None:
     assert [claim.claim.words for claim in claims] == ["AD = 5", "BD is **12"]
 
 
-# -----------------------------------------------------------------------------------------------
-# bounds
+# ------------------------------------------------------------------------------------------- bounds
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,7 @@ def test_parts_of_chords(seed: int) -> None:
     assert result.value == pytest.approx(expected, rel=1e-6)
 
 
-# --------------------------------------- what a problem does not speak of does not change its
-# answer
+# -------------------------------------- what a problem does not speak of does not change its answer
 
 
 def rename_points(form: LogicForm, names: dict[str, str]) -> LogicForm:
@@ -210,8 +209,7 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
         assert result.status != "answered" or result.value == pytest.approx(expected, abs=1e-6)
 
 
-# --------------------------------------------------------- open, assumed, contradictory, two
-# figures
+# -------------------------------------------------------- open, assumed, contradictory, two figures
 
 
 def test_open_where_a_side_may_be_anything() -> None:
@@ -318,8 +316,7 @@ def test_a_double_root_is_an_answer() -> None:
     assert solve_form(logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
 
 
-# ------------------------------------------------------------------------------------------ bad
-# input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() -> None:

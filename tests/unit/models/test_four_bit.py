@@ -93,7 +93,10 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
 
 
 def test_python_code_needs_no_dtype_beside_a_quantization_config(adora_home, tmp_path):
-    """TRL's examples of QLoRA have none. No base in 4 bits has TRL's default, which is float32."""
+    """A base in 4 bits is bfloat16 where Python code sets no dtype, as in TRL's examples of QLoRA.
+
+    TRL's default is float32, which no base in 4 bits may have.
+    """
     trainer = AdoraGRPOTrainer(
         "tiny",
         reward_funcs="accuracy",

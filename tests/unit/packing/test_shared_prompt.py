@@ -440,7 +440,7 @@ def logits_and_generated_tokens(model: Any, rows: Batch) -> tuple[Tensor, Tensor
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_patch_numbers, monkeypatch):
     """Rows of a group share their prompt if patch numbers tell that their images are equal.
 
-    A reference is the number of a patch in a bank of images. Pixels tell nothing, so with these
+    A patch number is the place of a patch in a bank of images. Pixels tell nothing, so with these
     each row keeps its own prompt. There are groups of five and of three rows, and a chunk has
     five rows. The first pass also compares packed with padded rows, in the first chunk alone.
     """

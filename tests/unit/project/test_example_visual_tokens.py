@@ -84,7 +84,7 @@ def test_a_rollout_is_scaled_by_its_place_among_those_with_an_image():
 
 
 def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
-    """Patches are hidden by the group's key, in pixels as in references to stored images."""
+    """Patches are hidden by the group's key, in pixels as in patch numbers."""
     half_black = load_example("visual_tokens.py:half_black")
     blackened = load_example("visual_tokens.py:blackened")
     black_patch = load_example("visual_tokens.py:black_patch")
@@ -105,7 +105,7 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
         assert torch.equal(*pixels_now.split(len(first_patches)))
         assert not torch.equal(pixels_now[: len(first_patches)], first_patches)
-    # A batch with references to stored images, as in a training.
+    # A batch with the patch numbers of stored images, as in a training.
     banks = ImageBanks()
     bank = banks.new("train")
     references_by_image = [

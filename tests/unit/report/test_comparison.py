@@ -331,7 +331,10 @@ def test_a_reward_by_its_other_name_is_no_difference(tmp_path):
 
 
 def test_keys_that_do_not_change_a_training_are_no_difference(tmp_path):
-    """How often a run logs is none of its settings; a guard that skips steps is, and its beta."""
+    """`beta` and a guard that skips steps are settings of a run.
+
+    How often it logs, the engine's share of the GPU, and the seed are not.
+    """
     keys: dict[str, Any] = {"logging_steps": 5, "vllm_gpu_memory_utilization": 0.3, "seed": 2}
     run = write_run(tmp_path / "a", [0.5], beta=0.1, adora_max_ratio=10.0, **keys)
     settings = read_compared_run(Path(run)).settings

@@ -7,7 +7,6 @@ for whichever library writes it.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from eval.geometry3k import BENCHMARK
 from tests.support.disk import folder_contents, limit_file_size
 from tests.support.geometry3k import write_problem_folder
 from tests.support.pictures import draw_figure, encode_picture
-
-Write = Callable[[Path], int | None]
 
 
 def prediction_row(pid: str) -> dict[str, str]:

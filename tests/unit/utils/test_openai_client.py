@@ -41,7 +41,6 @@ from eval.geometry3k import BENCHMARK
 from tests.support.endpoint_server import EndpointServer, Reply, ReplyFunction, completion_reply
 
 ROOT = Path(__file__).parents[3]
-Serve = Callable[[ReplyFunction], EndpointServer]
 KEY_OF_SOMEBODY = "sk-a-secret-of-somebody"
 
 
