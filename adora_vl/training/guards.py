@@ -328,10 +328,10 @@ class DriftGuard:
             step: optimizer steps that have been made, for the message.
         """
         drift = drift_over_ranks(self.accelerator, policy_logps_BC, engine_logps_BC, mask_BC)
-        # No token can be compared, for example where all rollouts saw other images.
-        if drift.tokens == 0:
-            return
-        self.log_weighted("adora/drift", drift.mean, weight=drift.tokens)
+        # No token is compared where all rollouts saw other images, for example. The drift is then
+        # 0, and no figure of the log. It is infinite where the engine scored no sampled token.
+        if drift.tokens > 0:
+            self.log_weighted("adora/drift", drift.mean, weight=drift.tokens)
         # Not `>`: a drift that is NaN is too large.
         if self.max_drift is not None and not drift.mean <= self.max_drift:
             checkpoint = self.save_now()  # so that nothing that was learned is lost

@@ -317,6 +317,20 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
         saving_guard.check_batch(batch, step=4)
 
 
+def test_an_engine_that_returns_no_log_probabilities_at_all_stops_the_run(tmp_path):
+    """The loss would correct by nothing, so this is no drift of 0. Nothing is logged for it."""
+    batch: Batch = {
+        "completion_mask": torch.ones(1, 2),
+        "old_per_token_logps": torch.zeros(1, 2),
+        "sampling_per_token_logps": torch.tensor([[math.nan, math.nan]]),
+    }
+    log: dict[str, float] = {}
+    context = step_context(log, adora_max_drift=0.2, save_now=lambda: tmp_path)
+    with pytest.raises(RolloutError, match="inf nats per token"):
+        DriftGuard(context).check_batch(batch, step=4)
+    assert log == {}
+
+
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
     """The error of the servers is raised again with the step and the checkpoint."""
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
