@@ -21,10 +21,15 @@ from adora_vl.packing.image_store import (
 )
 from adora_vl.types import split_images_by_row
 from adora_vl.utils import compat
+from adora_vl.utils.cli import pluralize
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, ProcessorMixin
     from transformers.image_utils import ImageInput
+
+# Outputs of a processor that have a value for each token of the prompt.
+TOKEN_TYPE_FIELDS = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -114,22 +119,58 @@ def read_prompts(
     for name, values in values_by_name.items():
         fields[name] = [list(values[number]) for number in prompt_numbers]
     ids = fields.pop("input_ids")
-    if pixels is None or grids is None:
+    if pixels is None:
         return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
     row_images = [images_of(row) for row in rows]
-    image_counts = [len(row_images[row]) for row in first_rows]
-    images_by_prompt = split_images_by_row(
-        torch.as_tensor(pixels), torch.as_tensor(grids), image_counts
-    )
-    images_by_row = [images_by_prompt[number] for number in prompt_numbers]
-    fields["pixel_values"] = torch.cat([images.pixels for images in images_by_row])
-    fields["image_grid_thw"] = torch.cat([images.grids for images in images_by_row])
+    if grids is None:
+        _check_images_without_grids(row_images, fields, len(pixels) / len(distinct_messages))
+        pixels_by_prompt = [torch.as_tensor(image_pixels) for image_pixels in pixels]
+        fields["pixel_values"] = torch.stack(
+            [pixels_by_prompt[number] for number in prompt_numbers]
+        )
+    else:
+        image_counts = [len(row_images[row]) for row in first_rows]
+        images_by_prompt = split_images_by_row(
+            torch.as_tensor(pixels), torch.as_tensor(grids), image_counts
+        )
+        images_by_row = [images_by_prompt[number] for number in prompt_numbers]
+        fields["pixel_values"] = torch.cat([images.pixels for images in images_by_row])
+        fields["image_grid_thw"] = torch.cat([images.grids for images in images_by_row])
     return PromptBatch(
         messages=messages,
         ids=ids,
         images=[images or None for images in row_images],
         fields=fields,
     )
+
+
+def _check_images_without_grids(
+    row_images: Sequence[Sequence[Any]], fields: Mapping[str, Any], tiles_per_prompt: float
+) -> None:
+    """Raise `UserError` for images that cannot be divided by rows where they have no grids.
+
+    In families such as LLaVA all images have equally many pixels, and the processor returns no
+    grids. TRL then divides the pixels of a batch as if each row had one entry of them.
+
+    Args:
+        row_images: the images of each row.
+        fields: the processor's other outputs by name.
+        tiles_per_prompt: how many entries of pixels the processor has made of a prompt's images.
+    """
+    reason = None
+    other_outputs = sorted(set(fields) - set(TOKEN_TYPE_FIELDS))
+    image_counts = {len(images) for images in row_images}
+    if other_outputs:
+        reason = f"the processor returns {', '.join(other_outputs)} beside the pixels"
+    elif image_counts != {1}:
+        reason = f"a row has {pluralize(max(image_counts - {1}), 'image')}"
+    elif tiles_per_prompt != 1:
+        reason = "the processor divides an image into tiles"
+    if reason is not None:
+        raise UserError(
+            f"images: {reason}; a model outside of the known families is trained on rows with one "
+            "image each, which its processor returns as pixels of one size"
+        )
 
 
 def _tokenize_messages(

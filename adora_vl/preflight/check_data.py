@@ -28,7 +28,8 @@ from adora_vl.evaluation import (
     load_evaluation_plan,
 )
 from adora_vl.models import check as model_checks
-from adora_vl.models.families import sees_images
+from adora_vl.models.families import family_of, sees_images
+from adora_vl.packing.prompts import read_prompts
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.resolved_run import DataInfo, ModelInfo, PromptInfo
 from adora_vl.rollout.prompt_tokens import refuse_prefill
@@ -240,6 +241,24 @@ def _load_command_data(
         train_dataset=train,
         prompt_lengths=prompts.length_filter.lengths,
         left_out_ids=tuple(prompts.length_filter.left_out),
+    )
+
+
+def check_first_prompt(
+    config: AdoraGRPOConfig, model: ModelInfo, prompts: PromptInfo, data: DataInfo
+) -> None:
+    """Raise `UserError` if the images of a model of another family cannot be handled.
+
+    The first row is processed as in a training. In the known families this cannot fail, and the
+    rows of a stream cannot be read twice.
+    """
+    is_known = family_of(model.config) is not None or not sees_images(model.config)
+    if is_known or prompts.processor is None or not isinstance(data.train_dataset, Dataset):
+        return
+    read_prompts(
+        [data.train_dataset[0]],
+        processor=prompts.processor,
+        chat_template_kwargs=config.chat_template_kwargs or {},
     )
 
 

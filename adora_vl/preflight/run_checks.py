@@ -13,7 +13,12 @@ from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.methods import check_methods, check_methods_fit_sharding
 from adora_vl.config.run_context import RunContext
 from adora_vl.evaluation import EvaluationPlan
-from adora_vl.preflight.check_data import check_evaluations, check_rows, check_tool_reply_room
+from adora_vl.preflight.check_data import (
+    check_evaluations,
+    check_first_prompt,
+    check_rows,
+    check_tool_reply_room,
+)
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.check_machine import check_batches, check_machine, check_schedule
 from adora_vl.preflight.check_model import check_model, check_model_files, check_parts
@@ -67,6 +72,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     check_parts(request, layout, model, context)
     prompts: PromptInfo = check_prompts(request, model, tools, context)
     data: DataInfo = check_rows(request, layout, model, prompts, context)
+    check_first_prompt(config, model, prompts, data)
     check_tool_reply_room(config, prompts, data)
     check_user_code(request, rewards, tools, prompts, data, context)
     evaluations: EvaluationPlan | None = check_evaluations(request, layout, prompts, data, context)

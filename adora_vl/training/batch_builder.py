@@ -14,16 +14,13 @@ from trl.chat_template_utils import parse_response
 from trl.trainer.utils import pad
 
 from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.prompts import PromptBatch
+from adora_vl.packing.prompts import TOKEN_TYPE_FIELDS, PromptBatch
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.training.generation import Generation, UnscoredGroups
 from adora_vl.types import Batch, StepContext
-
-# Fields of a processor's output that have a value for each token of the prompt.
-_TOKEN_TYPE_FIELDS = ("token_type_ids", "mm_token_type_ids")
 
 
 def decoded_completions(
@@ -296,7 +293,7 @@ class BatchBuilder:
             image_id: the id of the image token; None for a text model.
         """
         fields = dict[str, Any](prompts.fields)
-        for name in _TOKEN_TYPE_FIELDS:
+        for name in TOKEN_TYPE_FIELDS:
             if name not in fields:
                 continue
             types_of_completions_BC = torch.zeros_like(completion_ids_BC)
