@@ -208,9 +208,9 @@ def draw_rows(
     rows = []
     for index in range(number):
         is_one_digit = rng.random() < one_digit
-        problem = perimeter_digit(rng, PICTURE_PIXELS, paper=Paper)
+        problem = perimeter_digit(rng, PICTURE_PIXELS, canvas_class=Paper)
         while is_one_digit and problem.answer != str(USUAL_DIGITS[0]):
-            problem = perimeter_digit(rng, PICTURE_PIXELS, paper=Paper)
+            problem = perimeter_digit(rng, PICTURE_PIXELS, canvas_class=Paper)
         meta = {
             key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")
         }

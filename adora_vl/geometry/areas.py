@@ -50,17 +50,18 @@ def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
 
     Raises `UnreadError` where the form does not say which region is meant.
     """
-    inner = term.arguments[0]
-    shape = unwrap_shape(inner)
-    if shape.head in CIRCLE_HEADS and not has_coloured_part(inner):
+    region = term.arguments[0]
+    # The shape inside `Shaded(...)`, `Regular(...)` and the like.
+    shape = unwrap_shape(region)
+    if shape.head in CIRCLE_HEADS and not has_coloured_part(region):
         return measures.named_circle_measure(term)
     if shape.head == "Sector":
         return _sector_area_of_term(measures, shape)
-    if inner.head in COLOUR_HEADS:
+    if region.head in COLOUR_HEADS:
         return _measure_coloured_region(measures, term, shape)
     if shape.head == "Shape" and measures.drawing.circles:
         return _measure_rounded_shape(measures, term, shape)
-    return measures.polygon_measure(term.head, measures.drawing.corners_of_shape(inner))
+    return measures.polygon_measure(term.head, measures.drawing.corners_of_shape(region))
 
 
 def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
@@ -232,7 +233,7 @@ def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity
     raise UnreadError(f"the form does not say which region {term} is")
 
 
-def _note_assumed_region(measures: Measures, words: str) -> None:
+def _note_assumed_region(measures: Measures, assumption: str) -> None:
     """Note in words what is assumed of a region, unless the question names a polygon.
 
     A question that names the polygon, and still asks for a coloured region, cannot mean the polygon
@@ -241,7 +242,7 @@ def _note_assumed_region(measures: Measures, words: str) -> None:
     heads = {part.head for term in measures.drawing.question_terms for part in term.walk()}
     names_shape = bool(heads & {*CORNER_COUNT_BY_SHAPE, "Polygon", "Regular"})
     if not names_shape:
-        measures.assumed.append(words)
+        measures.assumed.append(assumption)
 
 
 def _polygon_for_region(measures: Measures) -> list[str]:
@@ -260,13 +261,13 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     if radius is None or not set(outline) <= places.keys():
         return False
     # The cross product is the distance of the centre from a side, times the length of the side. It
-    # is positive on the inner side if the outline runs anticlockwise; `around` turns the sign of a
-    # clockwise one.
-    around = 1 if measures.drawing.signed_area(outline) > 0 else -1
+    # is positive on the inner side if the outline runs anticlockwise; `orientation` turns the sign
+    # of a clockwise one.
+    orientation = 1 if measures.drawing.signed_area(outline) > 0 else -1
     for i in range(len(outline)):
         start = places[outline[i - 1]]
         way = places[outline[i]] - start
-        if around * cross(
+        if orientation * cross(
             way, places[circle.centre] - start
         ) < _MIN_RADIUS_SHARE_INSIDE * radius * abs(way):
             return False

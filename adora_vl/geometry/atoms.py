@@ -36,12 +36,15 @@ class Atoms:
     Args:
         atoms: The atoms, each once.
         layout: The unknowns that the derivatives are by.
-        size: The length of one unit of the points' places.
+        figure_size: The length of the figure's larger side, in the problem's unit. Coordinates in a
+            state are shares of it.
     """
 
-    def __init__(self, atoms: Sequence[Quantity], layout: UnknownsLayout, size: float) -> None:
+    def __init__(
+        self, atoms: Sequence[Quantity], layout: UnknownsLayout, figure_size: float
+    ) -> None:
         self.layout = layout
-        self.size = size
+        self.figure_size = figure_size
         self.distances = [atom for atom in atoms if isinstance(atom, Distance)]
         self.angles = [atom for atom in atoms if isinstance(atom, Angle | Sweep)]
         self.line_distances_and_areas = [
@@ -64,7 +67,7 @@ class Atoms:
 
     def _point_numbers(self, names: Sequence[str]) -> PointNumbers:
         """Return the numbers of points in the layout, one for each name."""
-        return np.array([self.layout.position[name] for name in names], dtype=int)
+        return np.array([self.layout.index_by_point[name] for name in names], dtype=int)
 
     def evaluate(self, state: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
         """Return the values of all atoms at `state`, and with `slopes` their derivatives.
@@ -118,10 +121,10 @@ class Atoms:
         difference = places[self._distance_ends] - places[self._distance_starts]
         length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY_SQUARE)
         if rows is not None:
-            slope_end = self.size * difference / length[:, None]
+            slope_end = self.figure_size * difference / length[:, None]
             add_point_slopes(rows, self._distance_ends, slope_end)
             add_point_slopes(rows, self._distance_starts, -slope_end)
-        distances: Vector = self.size * length
+        distances: Vector = self.figure_size * length
         return distances
 
     def _angle_values(self, places: Vector, rows: Vector | None) -> Vector:
@@ -156,18 +159,18 @@ class Atoms:
         y[k+1] - y[k-1] and x[k-1] - x[k+1]. `places` are the coordinates of all points, shape
         (points, 2).
         """
-        corners = [self.layout.position[name] for name in area.corners]
+        corners = [self.layout.index_by_point[name] for name in area.corners]
         x = places[corners, 0]
         y = places[corners, 1]
         doubled = float(np.dot(np.roll(x, 1), y) - np.dot(x, np.roll(y, 1)))
         # With the sign of the sum, so that the area itself is never negative.
-        factor = math.copysign(0.5 * self.size**2, doubled)
+        factor = math.copysign(0.5 * self.figure_size**2, doubled)
         slope = np.zeros(self.layout.count)
         for number, corner in enumerate(corners):
-            before = number - 1
-            behind = (number + 1) % len(corners)
-            slope[2 * corner] += factor * (y[behind] - y[before])
-            slope[2 * corner + 1] += factor * (x[before] - x[behind])
+            previous = number - 1
+            following = (number + 1) % len(corners)
+            slope[2 * corner] += factor * (y[following] - y[previous])
+            slope[2 * corner + 1] += factor * (x[previous] - x[following])
         return factor * doubled, slope
 
     def _line_distance(self, atom: LineDistance, places: Vector) -> tuple[float, Vector]:
@@ -178,15 +181,15 @@ class Atoms:
         q, and (q_y, -q_x) / |v| - h v / |v|² by v. The start is in both, so its derivative is minus
         their sum. `places` are the coordinates of all points, shape (points, 2).
         """
-        point = self.layout.position[atom.point]
-        start = self.layout.position[atom.start]
-        end = self.layout.position[atom.end]
+        point = self.layout.index_by_point[atom.point]
+        start = self.layout.index_by_point[atom.start]
+        end = self.layout.index_by_point[atom.end]
         along_line = places[end] - places[start]
         to_point = places[point] - places[start]
         length = math.sqrt(float(along_line @ along_line) + TINY_SQUARE)
         cross = float(along_line[0] * to_point[1] - along_line[1] * to_point[0])
         signed_distance = cross / length
-        sign = math.copysign(self.size, signed_distance)
+        sign = math.copysign(self.figure_size, signed_distance)
         slope_point = np.array([-along_line[1], along_line[0]]) / length
         slope_line = (
             np.array([to_point[1], -to_point[0]]) / length

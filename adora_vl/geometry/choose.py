@@ -25,7 +25,7 @@ _MAX_RESIDUAL_RATIO = 1.3
 _ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may differ
 _DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
 _ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
-_DISTANCE_PER_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
+_DISTANCE_PER_FAULT = 0.1  # one fault counts like this distance from the picture
 # A figure is no rival of the best one if it is this many times as unlike the picture.
 _CLEARLY_NEARER_RATIO = 1.5
 _NEGLIGIBLE_DISTANCE = 0.02  # a difference in unlikeness that never decides
@@ -67,14 +67,14 @@ def choose_outcome(
     rounds them. The outcome is a conflict where the chosen figure has the points of a line in
     another order than the facts or the picture.
     """
-    result = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
-    if result.solution is None or result.status in ("conflict", "collapsed"):
-        return result
-    disordered_lines = tuple(dict.fromkeys(problem.kind.disordered_lines(result.solution.state)))
+    outcome = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
+    if outcome.solution is None or outcome.status in ("conflict", "collapsed"):
+        return outcome
+    disordered_lines = tuple(dict.fromkeys(problem.kind.disordered_lines(outcome.solution.state)))
     if not disordered_lines:
-        return result
-    value = result.value if result.status == "answered" else None
-    return replace(result, status="conflict", value=value, disordered_lines=disordered_lines)
+        return outcome
+    value = outcome.value if outcome.status == "answered" else None
+    return replace(outcome, status="conflict", value=value, disordered_lines=disordered_lines)
 
 
 def _choose_by_likeness(
@@ -91,8 +91,8 @@ def _choose_by_likeness(
     if rounded:
         # Figures that fit much worse than the best one are no rivals of it.
         least_residual = min(solution.residual for solution in solutions)
-        limit = _MAX_RESIDUAL_RATIO * least_residual + 1e-9
-        solutions = [solution for solution in solutions if solution.residual < limit]
+        residual_bound = _MAX_RESIDUAL_RATIO * least_residual + 1e-9
+        solutions = [solution for solution in solutions if solution.residual < residual_bound]
     sound_solutions = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound_solutions:
         best = min(solutions, key=_unlikeness)
@@ -106,11 +106,11 @@ def _choose_by_likeness(
         return _choose_where_goal_seems_free(
             problem, best=best, candidates=candidates, budget=budget
         )
-    share = _ROUNDED_ANSWER_TOLERANCE if rounded else _ANSWER_TOLERANCE
-    rivals = [solution for solution in candidates if _is_rival(solution, best, share)]
+    tolerance = _ROUNDED_ANSWER_TOLERANCE if rounded else _ANSWER_TOLERANCE
+    rivals = [solution for solution in candidates if _is_rival(solution, best, tolerance)]
     rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
     agreeing_count = sum(
-        1 for solution in sound_solutions if answers_agree(solution.value, best.value, share)
+        1 for solution in sound_solutions if answers_agree(solution.value, best.value, tolerance)
     )
     # A figure that differs from the picture is meant only if a second search finds its answer too;
     # the figure itself is one of the two.
@@ -169,12 +169,12 @@ def _choose_without_picture(
         candidates, key=lambda solution: (solution.faults, solution.residual, solution.start)
     )
     rival_values = _rival_values(candidates, best, 1e-4)
-    fixed = [solution for solution in candidates if not is_goal_free(solution)]
-    if not rival_values and len(fixed) == len(candidates):
+    with_fixed_goal = [solution for solution in candidates if not is_goal_free(solution)]
+    if not rival_values and len(with_fixed_goal) == len(candidates):
         neighbours = problem.neighbours(best, budget)
         rivals = [solution for solution in neighbours if solution.faults <= best.faults]
         rival_values = _rival_values(rivals, best, 1e-4)
-    if len(fixed) < len(candidates):
+    if len(with_fixed_goal) < len(candidates):
         if not rival_values and problem.goal_stays_when_pushed(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, at_double_root=True)
         return Outcome(
@@ -201,13 +201,13 @@ def _choose_where_goal_seems_free(
     It is open, unless pushing the figure does not move the goal. Then the equations have a double
     root there, and all figures of `candidates` have about the same answer.
     """
-    same = [
+    agreeing = [
         solution
         for solution in candidates
         if answers_agree(solution.value, best.value, _DOUBLE_ROOT_TOLERANCE)
     ]
-    if len(same) == len(candidates) and problem.goal_stays_when_pushed(best, budget):
-        value = float(np.median([solution.value for solution in same]))
+    if len(agreeing) == len(candidates) and problem.goal_stays_when_pushed(best, budget):
+        value = float(np.median([solution.value for solution in agreeing]))
         return Outcome(status="answered", value=value, solution=best, at_double_root=True)
     rival_values = _rival_values(candidates, best, _DOUBLE_ROOT_TOLERANCE)
     return Outcome(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, tangents_seen
 from adora_vl.geometry.measures import Measures
-from adora_vl.geometry.polygon_facts import all_equal
+from adora_vl.geometry.polygon_facts import equal_sides_and_angles
 from adora_vl.geometry.quantities import (
     Mean,
     Relation,
@@ -91,7 +91,7 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     shape itself is yielded as a term, since its kind says more: a square has right angles.
     """
     shape, target = term.arguments
-    if shape.head in ("Circle", "Cirle"):
+    if shape.head in ("Circle", "Cirle"):  # Geometry3K misspells it in places
         circle = measures.drawing.circle(shape)
         names = measures.drawing.corners_of_shape(target)
         for side in sides_of_polygon(names):
@@ -101,7 +101,7 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     circle = measures.drawing.circle(target)
     names = measures.inscribed_corners(shape, circle)
     if shape.head == "Regular" or shape.head == "Equilateral":
-        yield from all_equal(measures, names)
+        yield from equal_sides_and_angles(measures, names)
     else:
         yield shape
     for name in names:

@@ -143,11 +143,11 @@ def read_claims(text: str, reading: Reading) -> list[Claim]:
 
 @dataclass(frozen=True)
 class _ChainLink:
-    """A side of a chain of equations, which has the tokens from `first` up to `behind - 1`."""
+    """A side of a chain of equations, which has the tokens from `start` up to `end - 1`."""
 
     side: EquationSide
-    first: int
-    behind: int
+    start: int
+    end: int
 
 
 class _ClaimReader:
@@ -176,17 +176,15 @@ class _ClaimReader:
         position = 0
         while position < len(self.tokens) and len(claims) < MAX_CLAIMS:
             self._note_definition(position)
-            claims_here, behind = self._claims_from(position)
-            if behind == position:
+            claims_here, end = self._claims_from(position)
+            if end == position:
                 position += 1
                 continue
-            if self.is_asserted[position] and not self._is_alternative(
-                position, behind, claims_here
-            ):
+            if self.is_asserted[position] and not self._is_alternative(position, end, claims_here):
                 claims += claims_here
             else:
                 hypothetical += claims_here
-            position = behind
+            position = end
         # The statements that are left out were read, so they are no unread claims either.
         claims += self._find_unread([*claims, *hypothetical])
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
@@ -203,23 +201,23 @@ class _ClaimReader:
             return [], position
         relation = self.relations.read(position)
         if relation is not None:
-            alternatives, behind = relation
-            return [self._claim(position, behind, "relation", alternatives=alternatives)], behind
+            alternatives, end = relation
+            return [self._claim(position, end, "relation", alternatives=alternatives)], end
         return self._read_chain(position)
 
     def _claim(
         self,
-        first: int,
-        behind: int,
+        start_token: int,
+        end_token: int,
         kind: ClaimKind,
         *,
         alternatives: tuple[tuple[Relation, ...], ...] = (),
         decimals: int | None = None,
         why: str = "",
     ) -> Claim:
-        """Make a claim of the tokens from `first` up to the one before `behind`."""
-        start = self.tokens[first].start
-        end = self.tokens[behind - 1].end
+        """Make a claim of the tokens from `start_token` up to the one before `end_token`."""
+        start = self.tokens[start_token].start
+        end = self.tokens[end_token - 1].end
         return Claim(
             start=start,
             end=end,
@@ -236,52 +234,63 @@ class _ClaimReader:
         In `k + 5 = BC` the problem may have no k. Without this check `5 = BC` would be a
         claim.
         """
-        before = self.sides.token_at(position - 1)
-        if position == 0 or before.kind == "line":
+        previous_token = self.sides.token_at(position - 1)
+        if position == 0 or previous_token.kind == "line":
             return False
-        if before.text in _SIGNS_THAT_CONTINUE or before.text.lower() in _WORDS_IN_FORMULAS:
+        if (
+            previous_token.text in _SIGNS_THAT_CONTINUE
+            or previous_token.text.lower() in _WORDS_IN_FORMULAS
+        ):
             return True
         token = self.tokens[position]
         # The CD of the ratio `AB:CD`. Any other colon ends a clause.
-        if before.text == ":":
+        if previous_token.text == ":":
             return self.sides.is_ratio(position - 1)
         # The 5 of `2,5`.
-        if before.text == "," and before.end == token.start and token.kind == "number":
+        if (
+            previous_token.text == ","
+            and previous_token.end == token.start
+            and token.kind == "number"
+        ):
             return self.sides.token_at(position - 2).kind == "number"
         if self._is_position(position) or self._is_spelt_out(position):
             return True
         # Without a space between, a token belongs to the one before it: the x of `5x`.
         is_near = not token.is_apart
-        if is_near and before.kind in ("number", "points"):
+        if is_near and previous_token.kind in ("number", "points"):
             return True
-        if is_near and before.text in (")", "]", "}", "°", "'"):
+        if is_near and previous_token.text in (")", "]", "}", "°", "'"):
             return token.text not in ("(", "[")
-        if is_near and before.kind == "word":
+        if is_near and previous_token.kind == "word":
             return token.kind in ("number", "points", "word")
         return False
 
     def _is_spelt_out(self, position: int) -> bool:
         """Tell whether a letter is not the first of a name with spaces: the L and M of `Q L M`."""
-        before = self.tokens[position - 1]
+        previous_token = self.tokens[position - 1]
         token = self.tokens[position]
-        return before.kind == token.kind == "points" and len(before.text) == len(token.text) == 1
+        return (
+            previous_token.kind == token.kind == "points"
+            and len(previous_token.text) == len(token.text) == 1
+        )
 
     def _is_position(self, position: int) -> bool:
         """Tell whether the name here only says where a part lies: the A of "opposite angle A"."""
-        before = [self.sides.word_at(position - step) for step in range(1, 8)]
-        if before[0] == "to" and "distance" in before:
+        # The seven words before it, the nearest first.
+        previous_words = [self.sides.word_at(position - step) for step in range(1, 8)]
+        if previous_words[0] == "to" and "distance" in previous_words:
             return True  # "the distance from O to AB"
-        for word in before[:3]:
+        for word in previous_words[:3]:
             if word in _POSITION_WORDS:
                 return True
             if word not in ("the", "to", "angle", "side", "of", "arc"):
                 return False
         return False
 
-    def _is_alternative(self, position: int, behind: int, claims: Sequence[Claim]) -> bool:
+    def _is_alternative(self, position: int, end: int, claims: Sequence[Claim]) -> bool:
         """Tell whether "or" offers these claims as alternatives, so that none of them is stated.
 
-        `position` is where the claims begin, `behind` the position behind them. For example:
+        `position` is where the claims begin, and `end` the position behind them. For example:
 
         - `AB = 5 or AB = 6`, also with a comma before "or", offers two values. Neither is stated.
         - `AB/BC = DE/EF, or 5/x = 3/4` says one thing in two ways. Both are stated. This needs the
@@ -289,12 +298,12 @@ class _ClaimReader:
         """
         # A claim such as "AB = 5" gives a value. Any other equation is of the kind "relation".
         gives_value = any(claim.kind != "relation" for claim in claims)
-        for or_position in (position - 1, behind):
+        for or_position in (position - 1, end):
             if self.sides.word_at(or_position) == "or":
                 has_comma = self.sides.token_at(or_position - 1).text == ","
                 return gives_value or not has_comma
         is_followed_by_or = (
-            self.sides.token_at(behind).text == "," and self.sides.word_at(behind + 1) == "or"
+            self.sides.token_at(end).text == "," and self.sides.word_at(end + 1) == "or"
         )
         return is_followed_by_or and gives_value
 
@@ -304,8 +313,9 @@ class _ClaimReader:
         The first cell has a name, and the second one its value. Further cells may have words, but
         no numbers or points. Returns None where no such row begins here.
         """
-        before = self.sides.token_at(position - 1)
-        if self.sides.token_at(position).text != "|" or (position > 0 and before.kind != "line"):
+        previous_token = self.sides.token_at(position - 1)
+        is_inside_line = position > 0 and previous_token.kind != "line"
+        if self.sides.token_at(position).text != "|" or is_inside_line:
             return None
         try:
             name, bar = self.sides.side(position + 1, closing="|")
@@ -321,8 +331,8 @@ class _ClaimReader:
             if self.sides.token_at(cursor).kind in ("number", "points"):
                 return None
             cursor += 1
-        first = _ChainLink(side=name, first=position + 1, behind=bar)
-        second = _ChainLink(side=value, first=bar + 1, behind=end)
+        first = _ChainLink(side=name, start=position + 1, end=bar)
+        second = _ChainLink(side=value, start=bar + 1, end=end)
         return [self._claim_of_equation(first, second)], cursor
 
     # Chains
@@ -330,32 +340,35 @@ class _ClaimReader:
     def _read_chain(self, position: int) -> tuple[list[Claim], int]:
         """Return the claims of a chain of sides, and the position behind them.
 
-        Each side is compared with the one before it. There are two exceptions, in which a side is
-        compared with the first side that has a name: a number behind a number, and a side behind
-        one that was not read. For example, in a problem without a k:
+        Each side is compared with the one before it. In two cases it is compared with the first
+        side that has a name instead: where a number follows a number, and where the side before it
+        was not read. For example, in a problem without a k:
 
             AB = 5x - 2 = 13   says   AB = 5x - 2   and   5x - 2 = 13
             AB = 3 + 4 = 7     says   AB = 3 + 4    and   AB = 7
             AB = k + 1 = 7     says   AB = 7
         """
         claims: list[Claim] = []
-        head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
-        before: _ChainLink | None = None  # the side that the next one is compared with
+        first_named: _ChainLink | None = (
+            None  # the first side with a name, which the chain is about
+        )
+        previous: _ChainLink | None = None  # the side that the next one is compared with
         end = position
         for link in self._read_links(position):
             if link is None:
-                before = head
+                previous = first_named
                 continue
-            partner = before
-            # In "AB = 3 + 4 = 7" the 7 says what AB is; that 3 + 4 is 7 says nothing of a figure.
-            if link.side.is_number and before is not None and before.side.is_number:
-                partner = head
+            partner = previous
+            # In "AB = 3 + 4 = 7" the 7 says what AB is; that 3 + 4 is 7
+            # is mere arithmetic.
+            if link.side.is_number and previous is not None and previous.side.is_number:
+                partner = first_named
             if partner is not None:
                 claims.append(self._claim_of_equation(partner, link))
-                end = link.behind
-            if head is None and not link.side.is_number:
-                head = link
-            before = link
+                end = link.end
+            if first_named is None and not link.side.is_number:
+                first_named = link
+            previous = link
         return claims, end
 
     def _read_links(self, position: int) -> Iterator[_ChainLink | None]:
@@ -365,16 +378,16 @@ class _ClaimReader:
         without a k. Nothing is yielded where no side begins.
         """
         try:
-            side, behind = self.sides.side(position)
+            side, end = self.sides.side(position)
         except NoSideError:
             return
-        yield _ChainLink(side=side, first=position, behind=behind)
+        yield _ChainLink(side=side, start=position, end=end)
         while True:
-            start = self._skip_equality(behind)
+            start = self._skip_equality(end)
             if start is None:
                 return
             try:
-                side, end = self._read_side_behind(start, behind)
+                side, next_end = self._read_side_behind(start, end)
             except NoSideError:
                 # A side that was not read is skipped behind `=` alone. Behind a word such as "is"
                 # the sentence may say anything.
@@ -382,40 +395,41 @@ class _ClaimReader:
                 is_equals_sign = self.sides.token_at(start - 1).text in _EQUALS_SIGNS
                 if following is None or not is_equals_sign:
                     return
-                behind = following
+                end = following
                 yield None
                 continue
-            behind = end
-            yield _ChainLink(side=side, first=start, behind=behind)
+            end = next_end
+            yield _ChainLink(side=side, start=start, end=end)
 
-    def _read_side_behind(self, position: int, relation: int) -> tuple[EquationSide, int]:
+    def _read_side_behind(self, position: int, relation_position: int) -> tuple[EquationSide, int]:
         """Return the side behind `=` or "is", with the position behind it.
 
-        `position` is where the side begins, `relation` the position of the sign or word before it.
-        Raises `NoSideError` where the side is only a part of something, as "5" is of "5 sides".
+        `position` is where the side begins, and `relation_position` where the sign or the words
+        before it begin. Raises `NoSideError` where the side is only a part of something, as "5" is
+        of "5 sides".
         """
-        side, behind = self.sides.side(position)
-        word = self.sides.word_at(behind)
+        side, end = self.sides.side(position)
+        word = self.sides.word_at(end)
         # "AB is 5 more than CD".
         if (
             word in _FACTOR_BY_COMPARATIVE
             and side.is_number
-            and self.sides.word_at(behind + 1) == "than"
+            and self.sides.word_at(end + 1) == "than"
         ):
-            return self._read_difference(side, behind + 2, factor=_FACTOR_BY_COMPARATIVE[word])
+            return self._read_difference(side, end + 2, factor=_FACTOR_BY_COMPARATIVE[word])
         # "ABC has 3 sides".
         if word in _COMPARING_WORDS and side.is_number:
             raise NoSideError(f"{word} stands behind it")
-        is_worded = self.tokens[relation].text not in _EQUALS_SIGNS
+        is_worded = self.tokens[relation_position].text not in _EQUALS_SIGNS
         # "AB and CD are 5".
-        if self.sides.word_at(relation) == "are" and side.is_number:
+        if self.sides.word_at(relation_position) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
         # "The ratio is 3 to 4".
         if is_worded and word and side.is_number and self._is_noun_of_several(word):
             raise NoSideError(f"{word} stands behind it")
-        if self.sides.token_at(behind).text in ("±", "∥", "⊥", "<"):
+        if self.sides.token_at(end).text in ("±", "∥", "⊥", "<"):
             raise NoSideError("it goes on")
-        return side, behind
+        return side, end
 
     def _read_difference(
         self, amount: EquationSide, position: int, *, factor: float
@@ -426,11 +440,11 @@ class _ClaimReader:
         less. Returns the result with the position behind AB.
         """
         start = self.sides.skip_words(position, {"the", "length", "measure", "of"})
-        side, behind = self.sides.side(start)
+        side, end = self.sides.side(start)
         change = times(Constant(factor), amount.quantity)
         decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
         quantity = plus(side.quantity, change)
-        return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), behind
+        return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), end
 
     def _is_noun_of_several(self, word: str) -> bool:
         """Tell whether a number before this word is no value: the 3 of "the ratio is 3 to 4"."""
@@ -486,15 +500,15 @@ class _ClaimReader:
                 return None
         return None
 
-    def _claim_of_equation(self, before: _ChainLink, link: _ChainLink) -> Claim:
+    def _claim_of_equation(self, partner: _ChainLink, link: _ChainLink) -> Claim:
         """Return the claim that two sides of a chain are equal."""
-        sides = (before.side, link.side)
+        sides = (partner.side, link.side)
         decimals = [side.decimals for side in sides if side.decimals is not None]
         return self._claim(
-            before.first,
-            link.behind,
-            _kind_of_equation(before.side, link.side),
-            alternatives=((equation(before.side.quantity, link.side.quantity),),),
+            partner.start,
+            link.end,
+            _kind_of_equation(partner.side, link.side),
+            alternatives=((equation(partner.side.quantity, link.side.quantity),),),
             decimals=max(decimals) if decimals else None,
         )
 

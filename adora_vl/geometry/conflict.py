@@ -116,39 +116,42 @@ def _groups_to_leave_out(
     """
     terms = reading.drawing.terms
     first_of_question = len(reading.drawing.fact_terms)
-    used = {number for number in reading.fact_numbers if number is not None}
-    values = [number for number in sorted(used) if gives_size(terms[number])]
-    value_facts = [number for number in values if number < first_of_question]
-    relations = sorted(used - set(values))
-    relation_facts = [number for number in relations if number < first_of_question]
-    question_facts = [number for number in sorted(used) if number >= first_of_question]
-    groups: list[list[tuple[int, ...]]] = [_facts_of_other_kind(reading, values)]
-    for numbers in (value_facts, relation_facts, question_facts):
-        # Facts that the nearest figure misses come first, since only so many are tried.
-        likely = [number for number in numbers if number in missed_facts]
-        rest = [number for number in numbers if number not in missed_facts]
-        chosen_numbers = [*likely, *rest][:_MAX_FACTS_TRIED]
+    # Facts without a relation cannot contradict anything.
+    numbers_with_relations = {number for number in reading.fact_numbers if number is not None}
+    sizes = [number for number in sorted(numbers_with_relations) if gives_size(terms[number])]
+    size_facts = [number for number in sizes if number < first_of_question]
+    other_facts = sorted(numbers_with_relations - set(sizes))
+    relation_facts = [number for number in other_facts if number < first_of_question]
+    question_facts = [
+        number for number in sorted(numbers_with_relations) if number >= first_of_question
+    ]
+    groups: list[list[tuple[int, ...]]] = [_facts_of_other_kind(reading, sizes)]
+    for numbers in (size_facts, relation_facts, question_facts):
+        # Facts that the nearest figure misses come first, since only some facts are tried.
+        missed = [number for number in numbers if number in missed_facts]
+        fulfilled = [number for number in numbers if number not in missed_facts]
+        chosen_numbers = [*missed, *fulfilled][:_MAX_FACTS_TRIED]
         groups.append([(number,) for number in chosen_numbers])
     return groups
 
 
-def _exclude_each_other(form: LogicForm, reading: Reading, named: Sequence[int]) -> bool:
+def _exclude_each_other(form: LogicForm, reading: Reading, named_facts: Sequence[int]) -> bool:
     """Tell whether no figure fulfils some facts alone, with what lies on their lines and circles.
 
-    `named` has the numbers of these facts. If a figure fulfils so few facts, some of many starts
-    will find it. That cannot be said of a whole diagram.
+    `named_facts` has the numbers of these facts. If a figure fulfils only these few, one of the
+    many starts will find it. That cannot be said of a whole diagram.
     """
     terms = reading.drawing.terms
-    points = {point for number in named for point in points_in_term(terms[number])}
+    points = {point for number in named_facts for point in points_in_term(terms[number])}
     left_out = [
         number
         for number, term in enumerate(terms)
-        if number not in named
+        if number not in named_facts
         and not (term.head.startswith("PointLiesOn") and points_in_term(term) <= points)
     ]
-    alone = read_facts(form, without=left_out)
-    alone.goal = Constant(0.0)
-    problem = FigureProblem(alone)
+    named_reading = read_facts(form, without=left_out)
+    named_reading.goal = Constant(0.0)  # any goal will do, since only a figure is looked for
+    problem = FigureProblem(named_reading)
     budget = Budget(_EVALUATIONS_ALONE)
     return not any(
         not is_collapsed(solution) and not problem.kind.disordered_lines(solution.state)
@@ -161,15 +164,15 @@ def gives_size(term: Term) -> bool:
     return term.is_equation and not term.arguments[1].arguments
 
 
-def _facts_of_other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
+def _facts_of_other_kind(reading: Reading, sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the facts that give lengths if the goal is an angle, or else those that give angles.
 
-    `values` has the numbers of all facts that give sizes. The result is a list with one tuple of
+    `sizes` has the numbers of all facts that give sizes. The result is a list with one tuple of
     numbers. It is empty unless there are both lengths and angles.
     """
     terms = reading.drawing.terms
-    lengths = tuple(number for number in values if unit_of_term(terms[number]) == "length")
-    angles = tuple(number for number in values if unit_of_term(terms[number]) == "degrees")
+    lengths = tuple(number for number in sizes if unit_of_term(terms[number]) == "length")
+    angles = tuple(number for number in sizes if unit_of_term(terms[number]) == "degrees")
     if not lengths or not angles:
         return []
     return [lengths if _unit_of_goal(reading) == "degrees" else angles]
@@ -200,10 +203,10 @@ def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget)
     if reading.goal is None:
         return None
     problem = FigureProblem(reading)
-    result = choose_outcome(problem, budget, starts=_STARTS_WITHOUT_FACT)
-    if result.solution is None or result.solution.faults:
+    outcome = choose_outcome(problem, budget, starts=_STARTS_WITHOUT_FACT)
+    if outcome.solution is None or outcome.solution.faults:
         return None
-    return Repair(left_out=numbers, outcome=result, problem=problem)
+    return Repair(left_out=numbers, outcome=outcome, problem=problem)
 
 
 def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> list[int]:
@@ -214,8 +217,8 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
     system = problem.system
     least_residuals: np.ndarray | None = None
     for start in (0, 1):
-        begin = problem.starts.near_picture(start)
-        state, _ = descend(system, state=begin, budget=budget, steps=60)
+        first_state = problem.starts.near_picture(start)
+        state, _ = descend(system, state=first_state, budget=budget, steps=60)
         residuals, _ = system.residuals(state, slopes=False)
         if not np.isfinite(residuals).all():
             continue
@@ -230,10 +233,10 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
         id(relation): number
         for relation, number in zip(reading.relations, reading.fact_numbers, strict=True)
     }
-    sizes = np.abs(least_residuals)
+    misses = np.abs(least_residuals)
     miss_by_fact: dict[int, float] = {}
-    for size, relation in zip(sizes, system.residual_relations, strict=True):
+    for miss, relation in zip(misses, system.residual_relations, strict=True):
         fact_number = fact_by_relation_id.get(id(relation))
-        if fact_number is not None and size > _MIN_RESIDUAL_SHARE * sizes.max():
-            miss_by_fact[fact_number] = max(miss_by_fact.get(fact_number, 0.0), float(size))
+        if fact_number is not None and miss > _MIN_RESIDUAL_SHARE * misses.max():
+            miss_by_fact[fact_number] = max(miss_by_fact.get(fact_number, 0.0), float(miss))
     return sorted(miss_by_fact, key=lambda number: (-miss_by_fact[number], number))

@@ -70,6 +70,8 @@ class DrawnPoints:
         points_on_segment: The points between the ends of each segment, by these ends.
         collinear_as_drawn: Points (B, A, C) of which the picture alone shows B between A and C.
         corners_by_shape: The corners of the first shape of each kind that a fact names.
+        centre_by_alias: The centre of the only circle, by other names that the question gives it:
+            {"O": "A"} where the picture calls it A, and the question asks for circle O.
     """
 
     def __init__(self, form: LogicForm) -> None:
@@ -121,7 +123,10 @@ class DrawnPoints:
 
     @cached_property
     def points(self) -> list[str]:
-        """All points of the form, in an order that depends on their names alone."""
+        """All points of the form, in an order that depends on their names alone.
+
+        An alias of a centre is no point of its own.
+        """
         names = {*self.form.points, *self.neighbours}
         for circle in self.circles:
             names.update((circle.centre, *circle.points))
@@ -373,10 +378,10 @@ class DrawnPoints:
                     continue
                 first, second = named
             self.copied_pair = (first, second)
-            for source, copy in ((first, second), (second, first)):
-                if not set(source) <= self.places.keys() or set(copy) & self.places.keys():
+            for original, copy in ((first, second), (second, first)):
+                if not set(original) <= self.places.keys() or set(copy) & self.places.keys():
                     continue
-                places = [self.places[name] for name in source]
+                places = [self.places[name] for name in original]
                 wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
                     self.places[name] = location + _COPY_OFFSET_IN_WIDTHS * wide
@@ -440,15 +445,17 @@ class DrawnPoints:
             for middle in sorted(self.neighbours[first] & self.neighbours[last]):
                 if not {first, middle, last} <= self.places.keys():
                     continue
-                before = self.places[middle] - self.places[first]
-                behind = self.places[last] - self.places[middle]
+                first_to_middle = self.places[middle] - self.places[first]
+                middle_to_last = self.places[last] - self.places[middle]
                 length = abs(self.places[last] - self.places[first])
                 listed_points = self.points_on_segment.get(
                     (first, last), set()
                 ) | self.points_on_segment.get((last, first), set())
-                is_between = dot(before, behind) > 0
+                is_between = dot(first_to_middle, middle_to_last) > 0
                 # The cross product is the distance of B from the line AC, times the length of AC.
-                is_beside = abs(cross(before, behind)) >= _MAX_BEND_OF_STRAIGHT * length**2
+                is_beside = (
+                    abs(cross(first_to_middle, middle_to_last)) >= _MAX_BEND_OF_STRAIGHT * length**2
+                )
                 if is_between and not is_beside and middle not in listed_points:
                     self.points_on_segment[first, last].add(middle)
                     straight.append((middle, first, last))

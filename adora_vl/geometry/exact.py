@@ -29,27 +29,27 @@ def short_form(
     if value < 0:
         positive = short_form(-value, share=share, decimals=decimals)
         return None if positive is None else f"-{positive}"
-    off = share * max(1.0, value)
-    if abs(value - round(value)) <= off:
+    tolerance = share * max(1.0, value)
+    if abs(value - round(value)) <= tolerance:
         return str(round(value))
     if decimals:
         for digits in (1, 2):
-            if abs(value - round(value, digits)) <= off:
+            if abs(value - round(value, digits)) <= tolerance:
                 return f"{round(value, digits):.{digits}f}"
-    rational = _as_rational(value, off)
+    rational = _as_rational(value, tolerance)
     if rational is not None:
         return _write_fraction(rational, "")
-    root = _write_root(value, off)
+    root = _write_root(value, tolerance)
     if root is not None:
         return root
-    factor = _as_rational(value / math.pi, off / math.pi)
+    factor = _as_rational(value / math.pi, tolerance / math.pi)
     return None if factor is None else _write_fraction(factor, r"\pi")
 
 
 def round_as_in_school(value: float, digits: int) -> str:
-    """Return a value to so many digits behind the point, halves away from zero as in school.
+    """Return a value with `digits` decimals, halves away from zero as in school: `2.5` is 3.
 
-    0 gives an integer.
+    Without decimals it is an integer.
     """
     scale = 10**digits
     # The small number is for halves that binary numbers store a little too low, such as 1.005.
@@ -58,23 +58,23 @@ def round_as_in_school(value: float, digits: int) -> str:
     return f"-{text}" if value < 0 and scaled else text
 
 
-def _as_rational(value: float, off: float) -> Fraction | None:
+def _as_rational(value: float, tolerance: float) -> Fraction | None:
     """Return the value as a fraction as people write them; None where it is none."""
     rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
-    return rational if rational and abs(float(rational) - value) <= off else None
+    return rational if rational and abs(float(rational) - value) <= tolerance else None
 
 
-def _write_root(value: float, off: float) -> str | None:
+def _write_root(value: float, tolerance: float) -> str | None:
     """Return a value as a fraction times a square root; None where it has no such short form.
 
     The square of such a value is a fraction. For example, 3.4641 has the square 12, so it is the
     root of 12, which is 2 times the root of 3.
     """
-    # Where the value is wrong by `off`, its square is wrong by (value + off)² - value² at most.
+    # Where the value is wrong by t, its square is wrong by (value + t)² - value² at most.
     square = value * value
-    off_square = 2 * value * off + off * off
+    square_tolerance = 2 * value * tolerance + tolerance * tolerance
     rational = Fraction(square).limit_denominator(_MAX_DENOMINATOR**2)
-    if not rational or abs(float(rational) - square) > off_square:
+    if not rational or abs(float(rational) - square) > square_tolerance:
         return None
     # p/q under the root is the root of p*q over q; squares are taken out of p*q.
     under = rational.numerator * rational.denominator
@@ -101,8 +101,8 @@ def _largest_square_root_divisor(number: int) -> int:
     return largest
 
 
-def _write_fraction(factor: Fraction, sign: str) -> str:
-    """Return a fraction times a root or pi."""
-    numerator = str(factor.numerator) if factor.numerator != 1 or not sign else ""
-    top = f"{numerator}{sign}"
+def _write_fraction(factor: Fraction, symbol: str) -> str:
+    """Return a fraction times a `symbol`: a root, pi, or an empty text for the fraction alone."""
+    numerator = str(factor.numerator) if factor.numerator != 1 or not symbol else ""
+    top = f"{numerator}{symbol}"
     return top if factor.denominator == 1 else rf"\frac{{{top}}}{{{factor.denominator}}}"

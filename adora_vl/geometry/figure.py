@@ -216,11 +216,11 @@ def state_of_figure(figure: Figure, problem: FigureProblem) -> Vector:
     system = problem.system
     state = problem.starts.near_picture(0)
     for name, (x, y) in figure.coordinates.items():
-        point_number = system.position.get(name)
-        if point_number is not None:
+        point_index = system.index_by_point.get(name)
+        if point_index is not None:
             # Places are stored to scale, and stand in the state as shares of the figure's size.
-            state[2 * point_number] = x / problem.size
-            state[2 * point_number + 1] = y / problem.size
+            state[2 * point_index] = x / problem.size
+            state[2 * point_index + 1] = y / problem.size
     for i, name in enumerate(system.unknowns, start=system.first_unknown):
         if name in figure.values:
             state[i] = figure.values[name]

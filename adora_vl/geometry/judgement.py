@@ -162,7 +162,7 @@ class Judgement:
             points=base.points,
             relations=list(dict.fromkeys(relations)),
             goal=plus(*names) if names else None,
-            size=base.size,
+            figure_size=base.figure_size,
         )
         assert system.count == base.count, "claims have no unknowns of their own"
         return system

@@ -245,8 +245,8 @@ class KindOfFigure:
             for name in row:
                 to_point = self.system.location(state, name) - start
                 distances_along.append(dot(to_point, way))
-            for before, behind in pairwise(distances_along):
-                if before >= behind:
+            for distance, next_distance in pairwise(distances_along):
+                if distance >= next_distance:
                     lines.append("".join(row))
         return lines
 
@@ -264,7 +264,7 @@ class KindOfFigure:
         return _flatness(places) < 1e-3
 
     def picture_distance(self, state: Vector) -> float:
-        """Return how far the points of the figure lie from those of the picture; 0 is not at all.
+        """Return how far the points of the figure lie from those of the picture; 0 where they fit.
 
         The figure is turned, shifted and scaled to fit as well as it can. The distance is a share
         of the picture's size.
@@ -273,16 +273,16 @@ class KindOfFigure:
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined_points]
         if len(names) < 2:
             return 0.0
-        target = np.array([self.places[name] for name in names])
-        reached = np.array([self.system.location(state, name) for name in names])
-        target = target - target.mean()
-        reached = reached - reached.mean()
-        # The complex factor f for which the sum of |target - f * reached|² is least: the sum of
-        # conj(reached) * target over that of |reached|². Its angle turns the figure, its size
+        drawn = np.array([self.places[name] for name in names])
+        solved = np.array([self.system.location(state, name) for name in names])
+        drawn = drawn - drawn.mean()
+        solved = solved - solved.mean()
+        # The complex factor f for which the sum of |drawn - f * solved|² is least: the sum of
+        # conj(solved) * drawn over that of |solved|². Its angle turns the figure, its size
         # scales it. The small number keeps a figure that has collapsed into one point from a
         # division by zero.
-        turn = np.vdot(reached, target) / (np.vdot(reached, reached) + 1e-30)
-        return float(np.linalg.norm(target - turn * reached) / (np.linalg.norm(target) + 1e-12))
+        turn = np.vdot(solved, drawn) / (np.vdot(solved, solved) + 1e-30)
+        return float(np.linalg.norm(drawn - turn * solved) / (np.linalg.norm(drawn) + 1e-12))
 
 
 def _flatness(places: Sequence[complex]) -> float:

@@ -15,8 +15,8 @@ class UnknownsLayout:
     """The order of all unknowns of a figure in one vector, the `state` that the solver changes.
 
     First come the points, with two places each (x and y, in shares of the figure's size), then the
-    named unknowns: letters, radii and numbered angles. `position` has the number of each point, and
-    `first_unknown` is the place of the first named unknown.
+    named unknowns: letters, radii and numbered angles. `index_by_point` numbers the points from 0,
+    and `first_unknown` is the index of the first named unknown in the state.
 
     Args:
         points: The names of all points, in the order of their places.
@@ -26,7 +26,7 @@ class UnknownsLayout:
     def __init__(self, points: Sequence[str], unknowns: Sequence[str]) -> None:
         self.points = list(points)
         self.unknowns = list(unknowns)
-        self.position = {name: number for number, name in enumerate(self.points)}
+        self.index_by_point = {name: number for number, name in enumerate(self.points)}
         self.first_unknown = 2 * len(self.points)
         self.count = self.first_unknown + len(self.unknowns)
 
@@ -36,7 +36,7 @@ class UnknownsLayout:
 
     def location(self, state: Vector, point: str) -> complex:
         """Return a point's place in `state` as x + iy, in shares of the figure's size."""
-        i = 2 * self.position[point]
+        i = 2 * self.index_by_point[point]
         return complex(state[i], state[i + 1])
 
 

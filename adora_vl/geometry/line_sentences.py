@@ -53,9 +53,9 @@ def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str)
     C then lies between B and D. `beyond` is the end beyond which the segment goes on; by default it
     is the second end.
     """
-    behind = beyond or end
-    before = start if behind == end else end
-    draft.put_on_line(behind, before, point)
+    near_end = beyond or end
+    far_end = start if near_end == end else end
+    draft.put_on_line(near_end, far_end, point)
 
 
 def midpoint(draft: Draft, point: str, start: str, end: str) -> None:

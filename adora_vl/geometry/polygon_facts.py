@@ -136,10 +136,12 @@ def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     # Equal sides make a triangle regular, and four of them only make a rhombus. A fact `Square`
     # says its right angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
-    yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
+    yield from equal_sides_and_angles(
+        measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral
+    )
 
 
-def all_equal(
+def equal_sides_and_angles(
     measures: Measures, corners: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
     """Say that all sides are equal, and with `angles` all angles.

@@ -220,14 +220,14 @@ def points_in(relation: Relation) -> Iterator[str]:
 def constant_of(quantity: Quantity) -> float | None:
     """Return the value of arithmetic on numbers alone.
 
-    None where a name stands in it, or where the arithmetic has no value.
+    None where a letter, a length or another unknown stands in it, or where it has no value.
     """
     number = number_of_quantity(quantity)
     return None if number is None or math.isnan(number) else number
 
 
 def number_of_quantity(quantity: Quantity) -> float | None:
-    """Return the value of arithmetic on numbers alone; None where a name stands in it.
+    """Return the value of arithmetic on numbers alone; None with an unknown in it.
 
     It is NaN where the arithmetic has no value, as a division by zero.
     """
@@ -269,14 +269,16 @@ def sign_of_power(base: float, exponent: float) -> float:
 
 
 def has_no_real_power(base: Quantity, exponent: Quantity) -> bool:
-    """Tell whether a power is a root of a negative number, which no figure has.
+    """Tell whether a power is a root of a negative number, as (-4)^0.5 is.
 
-    A base with names in it may be negative only on the way of a search, so this asks of numbers
-    alone.
+    Only powers of numbers are judged. With an unknown in it, as in `x^0.5`, the answer is no: `x`
+    may be negative for a while as the search for a figure changes it, and positive at its end.
     """
-    number = constant_of(base)
-    degree = constant_of(exponent)
-    return number is not None and degree is not None and number < 0 and not degree.is_integer()
+    base_number = constant_of(base)
+    exponent_number = constant_of(exponent)
+    if base_number is None or exponent_number is None:
+        return False
+    return base_number < 0 and not exponent_number.is_integer()
 
 
 def unit_of_quantity(quantity: Quantity) -> Unit:

@@ -67,7 +67,7 @@ class Solution:
     """A figure that fulfils the relations, its answer, and how much it is like the picture.
 
     `state` are the unknowns, `value` is the goal's value there, and `residual` the largest
-    residual. `freedom` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts
+    residual. `free_share` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts
     how much the figure differs in kind from the picture, and `picture_distance` is how far its
     points lie from the picture's. `start` is the number of the start that led to it.
     """
@@ -75,7 +75,7 @@ class Solution:
     state: Vector
     value: float
     residual: float
-    freedom: float
+    free_share: float
     min_slope: float
     faults: int
     picture_distance: float
@@ -97,7 +97,7 @@ class FigureProblem:
             points=self.drawing.points,
             relations=reading.relations,
             goal=reading.goal,
-            size=self.scale.size,
+            figure_size=self.scale.size,
         )
         self.places = {
             name: self.drawing.places[name]
@@ -121,17 +121,17 @@ class FigureProblem:
     # The search
 
     def solution_from_start(
-        self, number: int, budget: Budget, max_residual: float
+        self, start_number: int, budget: Budget, max_residual: float
     ) -> Solution | None:
-        """Search downhill from the start of a number, and return the figure found there.
+        """Search downhill from one of the starts, and return the figure found there.
 
         First the letters move alone, since they begin anywhere. Then all unknowns move while the
         points are held near the picture, and last all unknowns move freely. Returns None where the
         figure has a residual over `max_residual`.
         """
-        state = self.starts.near_picture(number)
+        state = self.starts.near_picture(start_number)
         if len(self.places) < len(self.system.points):
-            state = self.starts.moved_onto_lines(state, number)
+            state = self.starts.moved_onto_lines(state, start_number)
         if self.system.unknowns:
             state, _ = descend(
                 self.system,
@@ -148,7 +148,7 @@ class FigureProblem:
         state, residual = descend(self.system, state=state, budget=budget, steps=_MAX_STEPS)
         if not math.isfinite(residual) or residual > max_residual:
             return None
-        return self._solution_at(state, residual=residual, start=number)
+        return self._solution_at(state, residual=residual, start=start_number)
 
     def _solution_at(self, state: Vector, *, residual: float, start: int) -> Solution | None:
         """Return the solution at `state` with its answer; None where the answer is not finite.
@@ -164,7 +164,7 @@ class FigureProblem:
             state=state,
             value=goal.value,
             residual=residual,
-            freedom=freedom.share,
+            free_share=freedom.share,
             min_slope=freedom.min_slope,
             faults=self._faults(state, goal.value),
             picture_distance=self.kind.picture_distance(state),
@@ -201,18 +201,18 @@ class FigureProblem:
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
         steepness = float(np.linalg.norm(slope))
-        nowhere = np.zeros_like(state)
+        no_movement = np.zeros_like(state)
         # A goal that does not depend on the unknowns at all is fixed by every figure.
         if steepness < 1e-12:
-            return Freedom(share=0.0, movement=nowhere, min_slope=1.0, flattest=nowhere)
+            return Freedom(share=0.0, movement=no_movement, min_slope=1.0, flattest=no_movement)
         # Without any equation nothing holds the goal.
         if not len(jacobian):
-            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=no_movement)
         scaled_jacobian = np.nan_to_num(jacobian * scales)
         try:
             _, sizes, directions = np.linalg.svd(scaled_jacobian, full_matrices=True)
         except np.linalg.LinAlgError:
-            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=no_movement)
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK_TOLERANCE * largest).sum())
         min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
@@ -225,7 +225,7 @@ class FigureProblem:
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
         share = float(np.linalg.norm(shares)) / steepness
-        flattest = directions[rank - 1] * scales if rank else nowhere
+        flattest = directions[rank - 1] * scales if rank else no_movement
         return Freedom(share=share, movement=movement, min_slope=min_slope, flattest=flattest)
 
     # Which figure
@@ -243,12 +243,12 @@ class FigureProblem:
         max_starts = starts if self.places else max(starts, _MAX_STARTS)
         solutions: list[Solution] = []
         # The first starts are nearest to the picture, and so the most likely to be right.
-        for number in range(max_starts):
+        for start_number in range(max_starts):
             flawless_count = sum(1 for solution in solutions if solution.faults == 0)
-            has_enough = number >= starts and flawless_count >= _ENOUGH_FLAWLESS
+            has_enough = start_number >= starts and flawless_count >= _ENOUGH_FLAWLESS
             if budget.remaining <= 0 or has_enough:
                 break
-            solution = self.solution_from_start(number, budget, max_residual)
+            solution = self.solution_from_start(start_number, budget, max_residual)
             if solution is None:
                 continue
             solutions.append(solution)
@@ -320,4 +320,4 @@ def is_collapsed(solution: Solution) -> bool:
 
 def is_goal_free(solution: Solution) -> bool:
     """Tell whether the facts let the goal move in this figure, and so leave it open."""
-    return solution.freedom > _MAX_FREE_SHARE
+    return solution.free_share > _MAX_FREE_SHARE

@@ -52,10 +52,10 @@ def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> V
         return Verdict(status="unread", why=fault)
     # Far from a figure numbers overflow. The search rejects steps to such places by itself.
     with np.errstate(all="ignore"):
-        result = _solve_small_form(form, looks=looks, repair=repair)
-    if not result.unread:
-        return result
-    return replace(result, why=f"{result.why}; not read: {result.unread[0]}")
+        verdict = _solve_small_form(form, looks=looks, repair=repair)
+    if not verdict.unread:
+        return verdict
+    return replace(verdict, why=f"{verdict.why}; not read: {verdict.unread[0]}")
 
 
 def solved_figure(form: LogicForm) -> str | None:
@@ -126,25 +126,25 @@ def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bo
     """
     budget = Budget(EVALUATIONS)
     problem = FigureProblem(reading)
-    result = choose_outcome(problem, budget)
-    if result.status == "answered" and not reading.assumed:
-        return _verdict_by_facts(form, problem, result)
+    outcome = choose_outcome(problem, budget)
+    if outcome.status == "answered" and not reading.assumed:
+        return _verdict_by_facts(form, problem, outcome)
     by_angles = _verdict_by_angles(reading)
-    if by_angles is not None and result.status in ("open", "conflict", "collapsed", "ambiguous"):
+    if by_angles is not None and outcome.status in ("open", "conflict", "collapsed", "ambiguous"):
         return by_angles
-    if result.status == "answered":
-        return _verdict_by_looks(form, problem, result)
-    if result.status == "open" and looks:
-        return _try_looks(form, problem=problem, result=result, budget=budget)
-    if result.status == "open":
-        return _verdict_of_open_goal(form, problem, result)
-    if result.status == "ambiguous":
-        return _verdict_of_rivals(form, problem, result)
-    if result.disordered_lines:
-        return _verdict_of_disorder(result)
+    if outcome.status == "answered":
+        return _verdict_by_looks(form, problem, outcome)
+    if outcome.status == "open" and looks:
+        return _try_looks(form, problem=problem, outcome=outcome, budget=budget)
+    if outcome.status == "open":
+        return _verdict_of_open_goal(form, problem, outcome)
+    if outcome.status == "ambiguous":
+        return _verdict_of_rivals(form, problem, outcome)
+    if outcome.disordered_lines:
+        return _verdict_of_disorder(outcome)
     if not repair:
-        return Verdict(status=result.status, why=_describe_conflict(result, None, reading))
-    return _verdict_of_conflict(form, problem, result, budget)
+        return Verdict(status=outcome.status, why=_describe_conflict(outcome, None, reading))
+    return _verdict_of_conflict(form, problem, outcome, budget)
 
 
 def describe_excess(form: LogicForm) -> str:
@@ -180,23 +180,23 @@ def _without_last_bits(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_by_facts(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict where the facts determine the goal.
 
     At a double root, as of `x^2 - 6x + 9 = 0`, the value is known to about four digits only. A
     short form that agrees with it to four digits is the answer there.
     """
-    assert result.value is not None, "an answer has a figure"
-    assert result.solution is not None, "an answer has a figure"
-    value = _without_last_bits(result.value)
-    answer = short_answer(result.value, problem.reading)
-    is_doubled = result.at_double_root or result.solution.min_slope < _MIN_SLOPE
+    assert outcome.value is not None, "an answer has a figure"
+    assert outcome.solution is not None, "an answer has a figure"
+    value = _without_last_bits(outcome.value)
+    answer = short_answer(outcome.value, problem.reading)
+    is_doubled = outcome.at_double_root or outcome.solution.min_slope < _MIN_SLOPE
     if answer is None and is_doubled:
-        answer = short_answer(result.value, problem.reading, share=_DOUBLE_ROOT_TOLERANCE)
+        answer = short_answer(outcome.value, problem.reading, share=_DOUBLE_ROOT_TOLERANCE)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
-    figure = figure_of_solution(problem, result.solution, form)
-    rivals = [figure_of_solution(problem, solution, form) for solution in result.alternatives]
+    figure = figure_of_solution(problem, outcome.solution, form)
+    rivals = [figure_of_solution(problem, solution, form) for solution in outcome.alternatives]
     return Verdict(
         status="answered",
         value=value,
@@ -226,23 +226,25 @@ def _verdict_by_angles(reading: Reading) -> Verdict | None:
     )
 
 
-def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_by_looks(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict for an answer that follows only with assumptions from the picture."""
-    assert result.value is not None, "an answer has a figure"
-    assert result.solution is not None, "an answer has a figure"
+    assert outcome.value is not None, "an answer has a figure"
+    assert outcome.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
         status="open",
-        value=_without_last_bits(result.value),
-        answer=short_answer(result.value, problem.reading),
+        value=_without_last_bits(outcome.value),
+        answer=short_answer(outcome.value, problem.reading),
         basis="looks",
-        figure=figure_of_solution(problem, solution=result.solution, form=form, assumed=assumed),
+        figure=figure_of_solution(problem, solution=outcome.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_join_words(assumed)}",
     )
 
 
-def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
+def _try_looks(
+    form: LogicForm, problem: FigureProblem, outcome: Outcome, budget: Budget
+) -> Verdict:
     """Return the verdict on an open goal, after trying what the picture shows beside the facts."""
     # Level 1 assumes that lines are tangent as they look. Level 2 also assumes right angles,
     # parallels and centres on chords.
@@ -257,12 +259,12 @@ def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget:
         # An assumption from the picture has to lead to a figure that looks like the picture.
         if is_answered and solution is not None and solution.faults == 0:
             return _verdict_by_looks(form, trial, trial_outcome)
-    return _verdict_of_open_goal(form, problem, result)
+    return _verdict_of_open_goal(form, problem, outcome)
 
 
-def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict where the facts leave the goal free; it names two possible values."""
-    values = [value for value in (result.value, *result.rival_values) if value is not None]
+    values = [value for value in (outcome.value, *outcome.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
         status="open",
@@ -270,12 +272,12 @@ def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, result: Outco
     )
 
 
-def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict where several figures fit, or only one, of which nobody can be sure.
 
     A single figure is in doubt where it differs from the picture, or where there is no picture.
     """
-    values = [value for value in (result.value, *result.rival_values) if value is not None]
+    values = [value for value in (outcome.value, *outcome.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
         doubt = "there may be others; places of points would say which one is meant"
@@ -289,19 +291,19 @@ def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome)
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _verdict_of_disorder(result: Outcome) -> Verdict:
+def _verdict_of_disorder(outcome: Outcome) -> Verdict:
     """Return the verdict where a figure fits only if points of a line change their order.
 
     Their right order is the one in the facts or in the picture.
     """
-    lines = _join_words([f"{line} in this order" for line in result.disordered_lines])
+    lines = _join_words([f"{line} in this order" for line in outcome.disordered_lines])
     return Verdict(
         status="conflict", why=f"no figure: the other facts contradict {lines} on one line"
     )
 
 
 def _verdict_of_conflict(
-    form: LogicForm, problem: FigureProblem, result: Outcome, budget: Budget
+    form: LogicForm, problem: FigureProblem, outcome: Outcome, budget: Budget
 ) -> Verdict:
     """Return the verdict where no figure was found: which facts exclude each other.
 
@@ -315,21 +317,21 @@ def _verdict_of_conflict(
     5. Otherwise the contradiction is reported without a value.
     """
     reading = problem.reading
-    clash = find_conflict(form, reading, Budget(REPAIR_EVALUATIONS))
-    why = _describe_conflict(result, clash, reading)
-    status: Status = "conflict" if result.status == "conflict" or clash.repairs else "collapsed"
+    conflict = find_conflict(form, reading, Budget(REPAIR_EVALUATIONS))
+    why = _describe_conflict(outcome, conflict, reading)
+    status: Status = "conflict" if outcome.status == "conflict" or conflict.repairs else "collapsed"
     terms = reading.drawing.terms
-    by_lengths = _verdict_by_lengths(form, clash)
+    by_lengths = _verdict_by_lengths(form, conflict)
     if by_lengths is not None:
         return by_lengths
-    if not problem.places and not clash.is_certain:
+    if not problem.places and not conflict.is_certain:
         return Verdict(
             status="open",
             why="no figure was found, and no facts that exclude each other; places of points would "
             "show where to begin",
         )
-    if clash.repair is not None:
-        repair = clash.repair
+    if conflict.repair is not None:
+        repair = conflict.repair
         assert repair.outcome.value is not None, "an answer has a figure"
         assert repair.outcome.solution is not None, "an answer has a figure"
         left_out = tuple(term_in_words(terms[number]) for number in repair.left_out)
@@ -342,7 +344,7 @@ def _verdict_of_conflict(
             why=why,
         )
     rounded = choose_outcome(problem, budget, rounded=True)
-    answered_without = any(repair.outcome.status == "answered" for repair in clash.repairs)
+    answered_without = any(repair.outcome.status == "answered" for repair in conflict.repairs)
     if rounded.status == "answered" and not answered_without and rounded.value is not None:
         return Verdict(
             status=status,
@@ -354,13 +356,13 @@ def _verdict_of_conflict(
     return Verdict(status=status, why=why)
 
 
-def _verdict_by_lengths(form: LogicForm, clash: Conflict) -> Verdict | None:
+def _verdict_by_lengths(form: LogicForm, conflict: Conflict) -> Verdict | None:
     """Return the answer that the lengths give, where the angles are theirs, but rounded.
 
     For example, a book gives lengths that make an angle of 83.6 degrees, and calls it 84 degrees.
     Returns None where an angle differs from that of the lengths by more than its rounding.
     """
-    for repair in clash.repairs:
+    for repair in conflict.repairs:
         solution = repair.outcome.solution
         if repair.outcome.status != "answered" or solution is None:
             continue
@@ -392,14 +394,14 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
     # A system without relations only computes its goal, here the angle in the figure.
     quantity = repair.problem.reading.measures.quantity(measure)
     system = repair.problem.system
-    trial = System(system.points, relations=(), goal=quantity, size=system.size)
+    trial = System(system.points, relations=(), goal=quantity, figure_size=system.figure_size)
     value, _ = trial.goal_at(solution.state[: trial.count])
     decimals = len(number[1] or "")
     half_digit = 0.5 * 10.0**-decimals
     return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 
 
-def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
+def _describe_conflict(outcome: Outcome, conflict: Conflict | None, reading: Reading) -> str:
     """Return a line that names the facts that exclude each other.
 
     It also says which answer follows if one of them is left out, or `-` where none follows. For
@@ -408,23 +410,23 @@ def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading
         no figure: AB = 3, BC = 4 and AC = 10 exclude each other (leaving out one of them gives:
         10, 10, -)
 
-    `clash` is the contradiction; None where it was not looked for.
+    `conflict` is the contradiction; None where it was not looked for.
     """
     kind = "no figure without points that fall together"
-    if result.status == "conflict":
+    if outcome.status == "conflict":
         kind = "no figure"
-    if clash is None or not clash.facts:
+    if conflict is None or not conflict.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
-    names = [term_in_words(terms[number]) for number in clash.facts]
+    names = [term_in_words(terms[number]) for number in conflict.facts]
     if len(names) == 1:
         return f"{kind}: {names[0]} contradicts the other facts"
     answer_by_left_out: dict[tuple[int, ...], float | None] = {}
-    for repair in clash.repairs:
+    for repair in conflict.repairs:
         if repair.outcome.status == "answered":
             answer_by_left_out.setdefault(repair.left_out, repair.outcome.value)
     values = []
-    for number in clash.facts:
+    for number in conflict.facts:
         answer = answer_by_left_out.get((number,))
         values.append("-" if answer is None else f"{answer:.6g}")
     return (

@@ -138,9 +138,7 @@ class _Sentence:
         self.tokens = tokens
         self.words = [token.text.lower() for token in tokens]
         self.is_supposed = is_supposed_before and self.words[:1] == ["then"]
-        self.then_supposes = (
-            self.is_supposed
-        )  # whether a next sentence with "then" supposes as well
+        self.then_supposes = self.is_supposed
 
     def mark_asserted(self) -> list[bool]:
         """Tell for each token of the sentence whether the author stands by it.
@@ -183,10 +181,10 @@ class _Sentence:
 
     def _announces_check(self, number: int) -> bool:
         """Tell whether a colon stands behind words alone that announce a check: "let's verify:"."""
-        before = set(self.words[:number])
+        earlier_words = set(self.words[:number])
         has_value = any(token.kind != "word" for token in self.tokens[:number])
-        supposes_more = bool(before & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
-        return bool(_CHECKING_WORDS & before) and not has_value and not supposes_more
+        supposes_more = bool(earlier_words & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
+        return bool(_CHECKING_WORDS & earlier_words) and not has_value and not supposes_more
 
     def _begins_supposition(self, number: int) -> bool:
         """Tell whether the word at a position begins a supposition, as "if" and "Option B" do."""
@@ -196,8 +194,8 @@ class _Sentence:
         if word not in _SUPPOSING_WORDS or self.tokens[number].kind != "word":
             return False
         # "as if", "we can say that" and "check that" suppose nothing.
-        behind = self.words[number + 1] if number + 1 < len(self.words) else ""
-        return not (word in ("say", "verify", "check") and behind == "that")
+        next_word = self.words[number + 1] if number + 1 < len(self.words) else ""
+        return not (word in ("say", "verify", "check") and next_word == "that")
 
     def _states_aim(self, number: int) -> bool:
         """Tell whether the word at a position says what is to be found, and not what is.
@@ -209,14 +207,14 @@ class _Sentence:
             return True
         if word not in _AIM_VERBS:
             return False
-        before = self.words[number - 1] if number else ""
-        behind = self.words[number + 1] if number + 1 < len(self.words) else ""
-        return before not in _WORDS_BEFORE_DONE_AIM and behind != "that"
+        previous_word = self.words[number - 1] if number else ""
+        next_word = self.words[number + 1] if number + 1 < len(self.words) else ""
+        return previous_word not in _WORDS_BEFORE_DONE_AIM and next_word != "that"
 
     def _refutes_clause(self, number: int) -> bool:
         """Tell whether the word at a position says of what stands before it that it is not so."""
         word = self.words[number]
-        before = self.words[number - 1] if number else ""
+        previous_word = self.words[number - 1] if number else ""
         if word in _REFUTING_WORDS:
             return True
-        return before in _DENYING_WORDS and word in _REFUTING_WORDS_AFTER_NOT
+        return previous_word in _DENYING_WORDS and word in _REFUTING_WORDS_AFTER_NOT

@@ -73,27 +73,29 @@ class Starts:
         self.middle = sum(drawn) / len(drawn) if drawn else 0j
         self.circle_by_radius = {circle.radius: circle for circle in drawing.circles}
 
-    def near_picture(self, number: int) -> Vector:
+    def near_picture(self, start_number: int) -> Vector:
         """Return the state (the values of all unknowns) that a search begins with.
 
-        A higher `number` begins further from the picture. It also seeds the random shifts. The
-        order of the draws must not change, or other figures would be found.
+        A higher `start_number` begins further from the picture. It also seeds the random shifts.
+        The order of the draws must not change, or other figures would be found.
         """
-        random = np.random.default_rng(number)
+        random = np.random.default_rng(start_number)
         system = self.system
         state = np.zeros(system.count)
         stretches = _STRETCH_BY_START if self.scale.is_given else _WIDE_STRETCH_BY_START
-        stretch = stretches[number % len(stretches)]
+        stretch = stretches[start_number % len(stretches)]
         for point in system.points:
             location = self._location(point, stretch, random)
-            shift = random.normal(0, _SHIFT_BY_START[number % len(_SHIFT_BY_START)], 2)
-            i = 2 * system.position[point]
+            shift = random.normal(0, _SHIFT_BY_START[start_number % len(_SHIFT_BY_START)], 2)
+            i = 2 * system.index_by_point[point]
             state[i] = location.real + shift[0]
             state[i + 1] = location.imag + shift[1]
         for i, name in enumerate(system.unknowns, start=system.first_unknown):
             # Drawn for every unknown, also where the value is not used.
             random_value = random.uniform(1, 30)
-            state[i] = self._unknown(name, number=number, random_value=random_value, state=state)
+            state[i] = self._unknown(
+                name, start_number=start_number, random_value=random_value, state=state
+            )
         return state
 
     def _location(self, point: str, stretch: float, random: np.random.Generator) -> complex:
@@ -117,7 +119,9 @@ class Starts:
         """Return a point's place in the picture, from the middle, in shares of its size."""
         return (self.places[point] - self.middle) / self.scale.pixels
 
-    def _unknown(self, name: str, *, number: int, random_value: float, state: Vector) -> float:
+    def _unknown(
+        self, name: str, *, start_number: int, random_value: float, state: Vector
+    ) -> float:
         """Return where a letter, a radius or a numbered angle begins.
 
         A radius begins with the mean distance of its circle's points in `state`, or with 0.3 of the
@@ -132,9 +136,9 @@ class Starts:
             return 0.3 * self.scale.size
         if name.startswith("angle "):
             return 60.0
-        if number == 0:
+        if start_number == 0:
             return 10.0
-        if number == 1:
+        if start_number == 1:
             return 1.0
         return random_value
 
@@ -144,25 +148,27 @@ class Starts:
         distances = [abs(self.system.location(state, point) - centre) for point in circle.points]
         return self.scale.size * float(np.mean(distances))
 
-    def moved_onto_lines(self, state: Vector, number: int) -> Vector:
+    def moved_onto_lines(self, state: Vector, start_number: int) -> Vector:
         """Return the start `state` with points moved onto the lines and circles that they are on.
 
         Points without a place have to begin there, or the search may bring them into another order.
         In each round every line and circle moves its points half the way. Points with a place stay.
         """
-        random = np.random.default_rng(number)
-        position = self.system.position
+        random = np.random.default_rng(start_number)
+        index_by_point = self.system.index_by_point
         places = self.system.places(state).copy()
         self._spread_polygons(places, random)
         on_segments = [
-            _PointOnSegment(point=position[point], start=position[start], end=position[end])
+            _PointOnSegment(
+                point=index_by_point[point], start=index_by_point[start], end=index_by_point[end]
+            )
             for (start, end), points in sorted(self.drawing.points_on_segment.items())
             for point in sorted(points)
         ]
         on_circles = [
             _PointsOnCircle(
-                centre=position[circle.centre],
-                points=[position[point] for point in circle.points],
+                centre=index_by_point[circle.centre],
+                points=[index_by_point[point] for point in circle.points],
             )
             for circle in self.drawing.circles
             if circle.points
@@ -193,7 +199,7 @@ class Starts:
                     step = first_step + offset
                     turn = math.tau * (step + random.uniform(-0.2, 0.2)) / len(names)
                     direction = np.array([math.cos(turn), math.sin(turn)])
-                    places[self.system.position[name]] = 0.5 * direction
+                    places[self.system.index_by_point[name]] = 0.5 * direction
             is_placed.update(names)
 
     def _fit_radii(self, state: Vector, places: Vector) -> None:
@@ -201,13 +207,13 @@ class Starts:
 
         `places` are the coordinates of all points, shape (points, 2).
         """
-        position = self.system.position
+        index_by_point = self.system.index_by_point
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             circle = self.circle_by_radius.get(name)
             if circle is None or not circle.points:
                 continue
-            point_numbers = [position[point] for point in circle.points]
-            from_centre = places[point_numbers] - places[position[circle.centre]]
+            point_numbers = [index_by_point[point] for point in circle.points]
+            from_centre = places[point_numbers] - places[index_by_point[circle.centre]]
             distances = np.linalg.norm(from_centre, axis=1)
             # Places are shares of the figure's size, and radii are in the problem's unit.
             state[i] = self.scale.size * float(distances.mean())

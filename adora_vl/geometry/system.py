@@ -57,7 +57,8 @@ class System(UnknownsLayout):
         points: The names of the figure's points.
         relations: What has to hold.
         goal: The quantity that is asked for; None where the system only has to be fulfilled.
-        size: The length of one unit of the points' places.
+        figure_size: The length of the figure's larger side, in the problem's unit. Coordinates in a
+            state are shares of it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class System(UnknownsLayout):
         points: Sequence[str],
         relations: Sequence[Relation],
         goal: Quantity | None,
-        size: float,
+        figure_size: float,
     ) -> None:
         quantities = [
             quantity for relation in relations for quantity in sides_of_equation(relation)
@@ -75,10 +76,10 @@ class System(UnknownsLayout):
         atoms = list(dict.fromkeys(atom for quantity in quantities for atom in atoms_of(quantity)))
         unknowns = sorted({atom.name for atom in atoms if isinstance(atom, Unknown)})
         super().__init__(points, unknowns)
-        self.size = size
+        self.figure_size = figure_size
         self.goal = goal
         self.relations = list(relations)
-        self.atoms = Atoms(atoms, layout=self, size=size)
+        self.atoms = Atoms(atoms, layout=self, figure_size=figure_size)
         self._compile_relations()
 
     def _compile_relations(self) -> None:
@@ -118,7 +119,9 @@ class System(UnknownsLayout):
         `Between(point="M", start="A", end="B")` and these three fields give [2], [0] and [1].
         """
         return [
-            np.array([self.position[getattr(relation, field)] for relation in relations], dtype=int)
+            np.array(
+                [self.index_by_point[getattr(relation, field)] for relation in relations], dtype=int
+            )
             for field in fields
         ]
 
@@ -136,9 +139,9 @@ class System(UnknownsLayout):
         for number, mean in enumerate(means):
             for axis in (0, 1):
                 row = factors[2 * number + axis]
-                row[2 * self.position[mean.point] + axis] += 1.0
+                row[2 * self.index_by_point[mean.point] + axis] += 1.0
                 for name in mean.points:
-                    row[2 * self.position[name] + axis] -= 1.0 / len(mean.points)
+                    row[2 * self.index_by_point[name] + axis] -= 1.0 / len(mean.points)
         return factors
 
     def _compile_equations(self, equations: Sequence[Equal]) -> list[Relation]:
@@ -176,8 +179,8 @@ class System(UnknownsLayout):
         A residual is a share of the figure's size, or an angle in radians.
         """
         weights: Mapping[Unit, float] = {
-            "length": 1 / self.size,
-            "area": 1 / self.size**2,
+            "length": 1 / self.figure_size,
+            "area": 1 / self.figure_size**2,
             "degrees": math.pi / 180,
             "plain": 1.0,
         }

@@ -9,7 +9,7 @@ import random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from adora_vl.synthetic.drawing import PLAIN, Style
+from adora_vl.synthetic.drawing import PLAIN_STYLE, Style
 from adora_vl.synthetic.families import SyntheticProblem
 
 CORNER_NAMES = ("top left", "top right", "bottom left", "bottom right")
@@ -62,7 +62,7 @@ def answer_with_number(number: int) -> str:
 
 
 def corner_number(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a problem that asks for the number in one of the picture's corners.
 
@@ -71,8 +71,8 @@ def corner_number(
     """
     image, numbers = draw_numbered_corners(rng, size)
     corner, wrong_corner = rng.sample(CORNER_NAMES, 2)
-    right = answer_with_number(numbers[corner])
-    slip = answer_with_number(numbers[wrong_corner])
+    right_solution = answer_with_number(numbers[corner])
+    wrong_solution = answer_with_number(numbers[wrong_corner])
     question = question_for_corner(corner)
     answer = str(numbers[corner])
     return SyntheticProblem(
@@ -80,8 +80,8 @@ def corner_number(
         image=image,
         question=question,
         answer=answer,
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Number",
         shapes=("Text",),
         kind=corner,

@@ -20,9 +20,9 @@ class Style:
     stroke: float = 1.0
 
 
-PLAIN = Style()
+PLAIN_STYLE = Style()
 STYLES = {
-    "plain": PLAIN,
+    "plain": PLAIN_STYLE,
     "bold": Style(stroke=2.0),
     "textbook": Style(ink="#0b63a5", stroke=1.4),
     "pencil": Style(ink="#6e6e6e", text="#3c3c3c", paper="#f7f4ec"),
@@ -78,7 +78,7 @@ class Canvas:
     """
 
     def __init__(
-        self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
+        self, size: int, style: Style = PLAIN_STYLE, font_scale: float = 1.0, font: Any = None
     ) -> None:
         """Create an empty canvas."""
         self.size = size

@@ -1,8 +1,8 @@
 """A figure in the text form, drawn as it is said.
 
-    form = DrawnForm(rng, size, style, places, "triangle ABC")
-    form.say("right angle ACB", "AC = 5", "BC = 12")
-    form.note("find AB")
+    form = DrawnForm(rng, size, style, positions, "triangle ABC")
+    form.add_and_draw("right angle ACB", "AC = 5", "BC = 12")
+    form.add("find AB")
     form.picture()
 
 The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn
@@ -25,15 +25,18 @@ from adora_vl.synthetic.sketch import Sketch
 
 # How far from its corner the label of an angle stands, as a share of the picture.
 _LABEL_DISTANCE = 0.15
-_LABEL_DISTANCE_AT_CENTRE = 0.12  # of a circle: clear of the arc
-_LABEL_DISTANCE_ON_CIRCLE = 0.22  # clear of the letter of the corner and of the circle near it
+_LABEL_DISTANCE_AT_CENTRE = 0.12  # of an angle at the centre of a circle: clear of the arc
+_LABEL_DISTANCE_ON_CIRCLE = (
+    0.22  # of an angle on a circle: clear of the letter of the corner and of the circle near it
+)
 
 
 class DrawnForm:
     """A problem as sentences, and the picture that is drawn from them, sentence by sentence.
 
-    `say` adds sentences and draws them; `note` adds sentences that are not drawn. The sentences are
-    those that `adora_vl.geometry` reads, such as `triangle ABC`, `AB = 5` or `find angle ABC`.
+    `add_and_draw` adds sentences and draws them; `add` adds sentences that are not drawn. The
+    sentences are those that `adora_vl.geometry` reads, such as `triangle ABC`, `AB = 5` or `find
+    angle ABC`.
     """
 
     def __init__(
@@ -55,26 +58,28 @@ class DrawnForm:
             outline: the sentences that say what is drawn before any label.
 
         Raises:
-            ClutteredError: two labels would overlap, here or in `say`.
+            ClutteredError: two labels would overlap, here or in `add_and_draw`.
         """
         self.sentences: list[str] = []
         self._draft = Draft()
         self._sketch = Sketch(rng, size, style, positions)
-        self.say(*outline)
-        centres = self._draft.circles
-        letters = sorted(name for name in positions if len(name) == 1 and name not in centres)
+        self.add_and_draw(*outline)
+        points_by_centre = self._draft.circles
+        letters = sorted(
+            name for name in positions if len(name) == 1 and name not in points_by_centre
+        )
         self._sketch.letters("".join(letters))
-        for centre, points in centres.items():
+        for centre, points in points_by_centre.items():
             # Beside the line to the second point, where no side of the angle is drawn.
             self._sketch.centre_letter(centre, points[1])
 
-    def say(self, *sentences: str) -> None:
+    def add_and_draw(self, *sentences: str) -> None:
         """Add sentences, and draw what they say."""
         for sentence in sentences:
             facts_before = len(self._draft.facts)
             lines_before = set(self._draft.lines)
             circles_before = set(self._draft.circles)
-            self.note(sentence)
+            self.add(sentence)
             new_facts = self._draft.facts[facts_before:]
             new_lines = [line for line in self._draft.lines if line not in lines_before]
             for centre, points in self._draft.circles.items():
@@ -86,7 +91,7 @@ class DrawnForm:
             for fact in new_facts:
                 self._draw_mark(fact, text)
 
-    def note(self, *sentences: str) -> None:
+    def add(self, *sentences: str) -> None:
         """Add sentences that the problem says in words, and that the picture does not show."""
         for sentence in sentences:
             self.sentences.append(sentence)
@@ -98,7 +103,7 @@ class DrawnForm:
         Without these a sentence may fit two figures, since a corner could be on either arc of a
         circle.
         """
-        return (*self._sketch.places(), *self.sentences)
+        return (*self._sketch.position_sentences(), *self.sentences)
 
     def picture(self) -> Image.Image:
         """Return the picture as it was drawn so far."""

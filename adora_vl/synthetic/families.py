@@ -20,7 +20,7 @@ from string import ascii_uppercase
 
 from PIL import Image
 
-from adora_vl.synthetic.drawing import PLAIN, Canvas, Point, Style, font_pixels
+from adora_vl.synthetic.drawing import PLAIN_STYLE, Canvas, Point, Style, font_pixels
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SyntheticProblem:
     answer: str  # LaTeX
     solution: str  # the right worked solution, which ends with the answer in a box
     slip: str  # a worked solution with a typical mistake, which ends with a wrong answer in a box
-    goal: str  # what is asked for
-    shapes: tuple[str, ...]  # what is drawn
+    goal: str  # what is asked for: `Angle`, `Length` or `Number`
+    shapes: tuple[str, ...]  # what is drawn, such as `Triangle`
     # tells the cases of a family apart that are solved in different ways; empty where it has one
     kind: str = ""
     # the problem in the text form of `adora_vl.geometry`; empty where a text form cannot say it
@@ -77,7 +77,7 @@ def choose_wording(rng: random.Random, *parts: tuple[str, ...], **numbers: objec
 
 
 def isosceles_base_angle(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw an isosceles triangle with the angle at its apex, and ask for a base angle.
 
@@ -96,21 +96,25 @@ def isosceles_base_angle(
     canvas.line((x, top), (x - half_width, bottom), (x + half_width, bottom), closed=True)
     canvas.label(str(apex), jitter(rng, (x, 0.30 + label_inset(size))))
     base = f"{(180 - apex) / 2:g}"
-    both = 180 - apex  # both base angles together
+    both_base_angles = 180 - apex
     opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
     steps = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
     question = rng.choice(
         ["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]
     )
-    right = choose_wording(rng, opening, steps, apex=apex, both=both) + boxed(base)
-    slip = choose_wording(rng, opening, ("180 - {apex} = ",), apex=apex) + boxed(both)
+    right_solution = choose_wording(rng, opening, steps, apex=apex, both=both_base_angles) + boxed(
+        base
+    )
+    wrong_solution = choose_wording(rng, opening, ("180 - {apex} = ",), apex=apex) + boxed(
+        both_base_angles
+    )
     return SyntheticProblem(
         family="isosceles",
         image=canvas.picture(),
         question=question,
         answer=base,
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Angle",
         shapes=("Triangle",),
         sentences=("triangle ABC", "AB = AC", f"angle BAC = {apex}", "find angle ABC"),
@@ -118,7 +122,7 @@ def isosceles_base_angle(
 
 
 def polygon_interior_angle(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a regular polygon with dots at its corners, and ask for an interior angle.
 
@@ -145,7 +149,7 @@ def polygon_interior_angle(
     for corner in corners:
         canvas.dot(corner)
     angle = write_ratio((sides - 2) * 180, sides)
-    outer = write_ratio(360, sides)
+    exterior_angle = write_ratio(360, sides)
     opening = ("sides {sides}. ", "it has {sides} sides. ", "a polygon with {sides} sides. ")
     steps = (
         "({sides} - 2) * 180 / {sides} = ",
@@ -157,15 +161,19 @@ def polygon_interior_angle(
             "Find the interior angle.",
         ]
     )
-    right = choose_wording(rng, opening, steps, sides=sides, triangles=sides - 2) + boxed(angle)
-    slip = choose_wording(rng, opening, ("360 / {sides} = ",), sides=sides) + boxed(outer)
+    right_solution = choose_wording(rng, opening, steps, sides=sides, triangles=sides - 2) + boxed(
+        angle
+    )
+    wrong_solution = choose_wording(rng, opening, ("360 / {sides} = ",), sides=sides) + boxed(
+        exterior_angle
+    )
     return SyntheticProblem(
         family="polygon",
         image=canvas.picture(),
         question=question,
         answer=angle,
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Angle",
         shapes=("Polygon",),
         sentences=(f"regular polygon {ascii_uppercase[:sides]}", "find angle ABC"),
@@ -173,7 +181,7 @@ def polygon_interior_angle(
 
 
 def right_triangle_hypotenuse(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical.
 
@@ -212,17 +220,19 @@ def right_triangle_hypotenuse(
     question = rng.choice(
         ["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]
     )
-    right = choose_wording(rng, opening, steps, down=down, across=across, square=square)
-    right += boxed(answer_in_solution)
-    slip = choose_wording(rng, opening, ("{down} + {across} = ",), down=down, across=across)
-    slip += boxed(down + across)
+    right_solution = choose_wording(rng, opening, steps, down=down, across=across, square=square)
+    right_solution += boxed(answer_in_solution)
+    wrong_solution = choose_wording(
+        rng, opening, ("{down} + {across} = ",), down=down, across=across
+    )
+    wrong_solution += boxed(down + across)
     return SyntheticProblem(
         family="right_triangle",
         image=canvas.picture(),
         question=question,
         answer=answer,
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Length",
         shapes=("Triangle",),
         sentences=(
@@ -247,7 +257,7 @@ _CROSSING_SENTENCES = (
 
 
 def crossing_lines(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw two lines that cross with one angle, and ask for another one.
 
@@ -283,19 +293,19 @@ def crossing_lines(
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
     if is_opposite:
         answer = shown_angle
-        right = long_opposite + boxed(shown_angle)
-        slip = short_beside + boxed(supplement)
+        right_solution = long_opposite + boxed(shown_angle)
+        wrong_solution = short_beside + boxed(supplement)
     else:
         answer = supplement
-        right = long_beside + boxed(supplement)
-        slip = short_opposite + boxed(shown_angle)
+        right_solution = long_beside + boxed(supplement)
+        wrong_solution = short_opposite + boxed(shown_angle)
     return SyntheticProblem(
         family="crossing",
         image=canvas.picture(),
         question=question,
         answer=str(answer),
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Angle",
         shapes=("Line",),
         kind="vertical" if is_opposite else "supplementary",
@@ -308,7 +318,7 @@ def crossing_lines(
 
 
 def circle_from_radius(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a circle with its radius, and ask for the diameter or the circumference.
 
@@ -335,16 +345,16 @@ def circle_from_radius(
     )
     question = rng.choice([f"Find the {measure} of the circle.", f"Find the {measure}."])
     answer = f"{2 * radius}{unit}"
-    right = choose_wording(rng, opening, steps, radius=radius) + boxed(answer)
-    slip = choose_wording(rng, opening, (" = ", ". the answer is "), radius=radius)
-    slip += boxed(f"{radius}{unit}")
+    right_solution = choose_wording(rng, opening, steps, radius=radius) + boxed(answer)
+    wrong_solution = choose_wording(rng, opening, (" = ", ". the answer is "), radius=radius)
+    wrong_solution += boxed(f"{radius}{unit}")
     return SyntheticProblem(
         family="circle",
         image=canvas.picture(),
         question=question,
         answer=answer,
-        solution=right,
-        slip=slip,
+        solution=right_solution,
+        slip=wrong_solution,
         goal="Length",
         shapes=("Circle",),
         kind=measure,

@@ -32,16 +32,16 @@ class Choices(NamedTuple):
     right_letter: str  # `A` for the first choice
 
 
-def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> Choices:
+def with_distractors(answer: str, wrong_solution: str, count: int, rng: random.Random) -> Choices:
     r"""Draw `count` different choices for a problem: its answer among wrong ones.
 
-    `slip` is a worked solution with a typical mistake. Its answer, in a box, is always among the
-    choices, unless it means the same as the right one. The answer `70` with the slip
-    `180 - 40 = \boxed{140}` and a count of 4 may give the choices 140, 72, 60 and 70, of which `D`
-    is right.
+    `wrong_solution` is a worked solution with a typical mistake. Its answer, in a box, is always
+    among the choices, unless it means the same as the right one. The answer `70` with the wrong
+    solution `180 - 40 = \boxed{140}` and a count of 4 may give the choices 140, 72, 60 and 70, of
+    which `D` is right.
     """
     distractors: list[str] = []
-    candidates = [last_boxed(slip) or "", *_similar_answers(answer, rng)]
+    candidates = [last_boxed(wrong_solution) or "", *_similar_answers(answer, rng)]
     for candidate in candidates:
         if len(distractors) == count - 1:
             break
@@ -140,14 +140,16 @@ def _row_of(
     """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
-    answer_in_source = problem.answer  # the letter where there are choices
+    raw_answer = problem.answer
     if choice_count:
-        choices, answer_in_source = with_distractors(
+        # The answer as a source writes it is then a letter, such as `D`.
+        choices, raw_answer = with_distractors(
             problem.answer,
-            slip=problem.slip,
+            wrong_solution=problem.slip,
             count=choice_count,
             rng=random.Random(f"{row_id}/choices"),
         )
+    # The fields of `meta` in a data set are fields of `SyntheticProblem` too, such as `slip`.
     meta = {name: getattr(problem, name) for name in TYPE_BY_META_FIELD} | {
         "shapes": list(problem.shapes)
     }
@@ -156,7 +158,7 @@ def _row_of(
         "images": [problem.image],
         "problem": problem.question,
         "answer": problem.answer,
-        "answer_raw": answer_in_source,
+        "answer_raw": raw_answer,
         "choices": choices,
         "split": split,
         "source": "synthetic",

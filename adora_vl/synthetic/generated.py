@@ -34,7 +34,8 @@ DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
 
 
-DrawRows = Callable[[int, str], Iterable[Row]]  # draws so many rows of a split
+# Draws rows of a data set. Arguments: how many rows, and of which split.
+DrawRows = Callable[[int, str], Iterable[Row]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def describe_synthetic(
     arguments = {"seed": 0, "size": DEFAULT_SIZE, "families": (), **options}
 
     def draw(count: int, split: str) -> Iterator[Row]:
-        """Draw so many rows of a split, with the reference answers as the grader spells them."""
+        """Draw `count` rows of a split, with the reference answers as the grader spells them."""
         for row in generate(count, split=split, **arguments):
             row["answer"] = canonical_gold(row["answer"])
             yield row
@@ -118,7 +119,7 @@ def _describe_drawn(
     Args:
         source: the kind of data, `synthetic` or `knights`.
         revision: stands for the code that draws, and changes where that draws other rows.
-        draw: draws so many rows of a split.
+        draw: draws the rows of a split, of which it is told the number.
         rows: how many rows the split train has.
         test_rows: how many rows the split test has.
         arguments: of the drawing, by their names.

@@ -134,8 +134,8 @@ def _draw_puzzle(people: int, rng: random.Random) -> Puzzle:
 def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
     """Return a solution as text, in the form of an answer: `Ada is a knight, Ben is a knave`."""
     roles = []
-    for name, knight in zip(names, is_knight, strict=True):
-        role = "knight" if knight else "knave"
+    for name, person_is_knight in zip(names, is_knight, strict=True):
+        role = "knight" if person_is_knight else "knave"
         roles.append(f"{name} is a {role}")
     return ", ".join(roles)
 
@@ -151,7 +151,7 @@ def example_answer(names: Sequence[str]) -> str:
 
 
 def puzzle_row(
-    row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = ""
+    row_id: str, problem: str, gold: str, *, people: int, split: str, wrong_answer: str = ""
 ) -> Row:
     """Return the dataset row of a puzzle, which has no image.
 
@@ -161,14 +161,14 @@ def puzzle_row(
         gold: the right answer, such as `Ada is a knight, Ben is a knave`.
         people: how many people the puzzle has.
         split: `train` or `test`.
-        slip: a wrong answer in a box; empty for none.
+        wrong_answer: a wrong answer in a box; empty for none.
     """
     meta = {
         "goal": "knights and knaves",
         "shapes": [],
         "family": f"{people} people",
         "kind": "",
-        "slip": slip,
+        "slip": wrong_answer,
     }
     return {
         "id": row_id,
@@ -200,7 +200,7 @@ def generate(
             "number first"
         )
     rng = random.Random(f"knights/{seed}/{split}")
-    known_digests: set[str] = set()  # the hashes of all puzzles so far
+    known_digests: set[str] = set()  # the hashes of all puzzles that were yielded so far
     redraws = 0  # since the last new puzzle
     while len(known_digests) < rows:
         people_count = min_people + len(known_digests) % (max_people - min_people + 1)
@@ -228,7 +228,7 @@ def generate(
             gold=roles_text(names, puzzle.is_knight),
             people=people_count,
             split=split,
-            slip=f"\\boxed{{{roles_text(names, wrong_roles)}}}",
+            wrong_answer=f"\\boxed{{{roles_text(names, wrong_roles)}}}",
         )
 
 
@@ -249,9 +249,9 @@ def _swap_some_roles(is_knight: Sequence[bool], rng: random.Random) -> list[bool
     # Bit i of this number says whether person i changes the role. It is not 0.
     swap_bits = rng.randrange(1, 2 ** len(is_knight))
     wrong_roles = []
-    for person, knight in enumerate(is_knight):
+    for person, person_is_knight in enumerate(is_knight):
         is_swapped = bool(swap_bits >> person & 1)
-        wrong_roles.append(not knight if is_swapped else knight)
+        wrong_roles.append(person_is_knight != is_swapped)
     return wrong_roles
 
 

@@ -9,7 +9,7 @@ import math
 import random
 from fractions import Fraction
 
-from adora_vl.synthetic.drawing import PLAIN, Point, Style
+from adora_vl.synthetic.drawing import PLAIN_STYLE, Point, Style
 from adora_vl.synthetic.drawn_form import DrawnForm
 from adora_vl.synthetic.families import DrawFunction, SyntheticProblem, boxed, write_ratio
 from adora_vl.synthetic.sketch import ClutteredError
@@ -44,7 +44,7 @@ def redraw_until_clear(draw: DrawFunction) -> DrawFunction:
 
 
 def right_triangle_side(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a right triangle with two sides, and ask for the third.
 
@@ -54,34 +54,41 @@ def right_triangle_side(
     if level == 3:
         return _special_right_triangle(rng, size, style)
     if level == 1:
-        a, b, _ = rng.choice(_PYTHAGOREAN_TRIPLES)
+        ac, bc, _ = rng.choice(_PYTHAGOREAN_TRIPLES)
         factor = rng.randrange(1, 5)
-        a = a * factor
-        b = b * factor
+        ac = ac * factor
+        bc = bc * factor
     else:
-        a = rng.randrange(2, 20)
-        b = rng.randrange(2, 20)
-    square = a * a + b * b
+        ac = rng.randrange(2, 20)
+        bc = rng.randrange(2, 20)
+    square = ac * ac + bc * bc
     # A longer triangle is drawn out of scale, since otherwise its labels lie on each other.
-    width = max(0.35, min(2.8, b / a))
+    width = max(0.35, min(2.8, bc / ac))
     positions = {"A": (0.0, 1.0), "B": (width, 0.0), "C": (0.0, 0.0)}
-    # `say` adds sentences to the problem and draws them; `note` adds them without drawing.
     form = DrawnForm(rng, size, style, positions, "triangle ABC")
-    form.say("right angle ACB")
+    form.add_and_draw("right angle ACB")
     asks_for_leg = level == 1 and rng.random() < 0.5
     if asks_for_leg:
         hypotenuse = math.isqrt(square)
-        form.say(f"AC = {a}", f"AB = {hypotenuse}")
-        form.note("find BC")
-        working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
+        form.add_and_draw(f"AC = {ac}", f"AB = {hypotenuse}")
+        form.add("find BC")
+        working = f"A C = {ac}, A B = {hypotenuse}. {hypotenuse}^2 - {ac}^2 = {bc * bc}"
         return _length_problem(
-            form, question="Find B C.", answer=str(b), working=working, slip=str(hypotenuse - a)
+            form,
+            question="Find B C.",
+            answer=str(bc),
+            working=working,
+            wrong_answer=str(hypotenuse - ac),
         )
-    form.say(f"AC = {a}", f"BC = {b}")
-    form.note("find AB")
-    working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
+    form.add_and_draw(f"AC = {ac}", f"BC = {bc}")
+    form.add("find AB")
+    working = f"A C = {ac}, B C = {bc}. {ac}^2 + {bc}^2 = {square}"
     return _length_problem(
-        form, question="Find A B.", answer=_write_root(square), working=working, slip=str(a + b)
+        form,
+        question="Find A B.",
+        answer=_write_root(square),
+        working=working,
+        wrong_answer=str(ac + bc),
     )
 
 
@@ -97,9 +104,9 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     positions = {"A": (0.0, math.sin(radians)), "B": (math.cos(radians), 0.0), "C": (0.0, 0.0)}
     form = DrawnForm(rng, size, style, positions, "triangle ABC")
     is_opposite = rng.random() < 0.5
-    form.say("right angle ACB", f"AB = {hypotenuse}", f"angle ABC = {degrees}")
-    form.say("AC = x" if is_opposite else "BC = x")
-    form.note("find x")  # a part of the problem that is not drawn
+    form.add_and_draw("right angle ACB", f"AB = {hypotenuse}", f"angle ABC = {degrees}")
+    form.add_and_draw("AC = x" if is_opposite else "BC = x")
+    form.add("find x")  # a part of the problem that is not drawn
     angle_opposite_x = degrees if is_opposite else 90 - degrees
     half = hypotenuse // 2
     # The sine of the angle, times the hypotenuse.
@@ -107,12 +114,12 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     answer = answer_by_angle[angle_opposite_x]
     working = f"hypotenuse {hypotenuse}, angle opposite {angle_opposite_x}"
     return _length_problem(
-        form, question="Find x.", answer=answer, working=working, slip=str(hypotenuse)
+        form, question="Find x.", answer=answer, working=working, wrong_answer=str(hypotenuse)
     )
 
 
 def triangle_angle(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a triangle with two angles, and ask for the third.
 
@@ -120,43 +127,47 @@ def triangle_angle(
     side of the picture in pixels.
     """
     step = 10 if level == 1 else 1
-    a = rng.randrange(30, 80, step)  # degrees, as b and c
-    b = rng.randrange(30, 80, step)
-    c = 180 - a - b
-    # `say` adds sentences to the problem and draws them; `note` adds them without drawing.
-    form = DrawnForm(rng, size, style, _triangle_corners(a, b), "triangle ABC")
+    angle_a = rng.randrange(30, 80, step)  # degrees
+    angle_b = rng.randrange(30, 80, step)
+    angle_c = 180 - angle_a - angle_b
+    form = DrawnForm(rng, size, style, _triangle_corners(angle_a, angle_b), "triangle ABC")
     if level < 3:
-        form.say(f"angle BAC = {a}", f"angle ABC = {b}")
-        form.note("find angle C")
-        working = f"180 - {a} - {b}"
+        form.add_and_draw(f"angle BAC = {angle_a}", f"angle ABC = {angle_b}")
+        form.add("find angle C")
+        working = f"180 - {angle_a} - {angle_b}"
         return _angle_problem(
             form,
             question="Find m \\angle C.",
-            answer=str(c),
+            answer=str(angle_c),
             working=working,
-            slip=str(a + b),
+            wrong_answer=str(angle_a + angle_b),
             shapes=("Triangle",),
         )
     x = rng.randrange(5, 21)
-    first = rng.randrange(1, a // x + 1)
-    second = rng.randrange(1, b // x + 1)
-    first_angle = _write_linear_expression(first, a - first * x)
-    second_angle = _write_linear_expression(second, b - second * x)
-    form.say(f"angle BAC = {first_angle}", f"angle ABC = {second_angle}", f"angle BCA = {c}")
-    form.note("find x")
-    working = f"({first_angle}) + ({second_angle}) + {c} = 180"
+    # The angles at A and B are written as `factor * x + rest`, with a rest of 0 or more.
+    factor_a = rng.randrange(1, angle_a // x + 1)
+    factor_b = rng.randrange(1, angle_b // x + 1)
+    written_angle_a = _write_linear_expression(factor_a, angle_a - factor_a * x)
+    written_angle_b = _write_linear_expression(factor_b, angle_b - factor_b * x)
+    form.add_and_draw(
+        f"angle BAC = {written_angle_a}",
+        f"angle ABC = {written_angle_b}",
+        f"angle BCA = {angle_c}",
+    )
+    form.add("find x")
+    working = f"({written_angle_a}) + ({written_angle_b}) + {angle_c} = 180"
     return _angle_problem(
         form,
         question="Find x.",
         answer=str(x),
         working=working,
-        slip=str(180 - c),
+        wrong_answer=str(180 - angle_c),
         shapes=("Triangle",),
     )
 
 
 def inscribed_arc(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw an inscribed angle, and ask for its arc.
 
@@ -168,25 +179,26 @@ def inscribed_arc(
     outline = ("circle O: A, B, C", "AB and BC are chords of circle O")
     form = DrawnForm(rng, size, style, _circle_with_arc(rng, arc), *outline)
     answer = arc
-    slip = inscribed
+    wrong_answer = inscribed
     if level == 1:
-        form.say(f"angle ABC = {inscribed}")
-        form.note("find arc AC")
+        form.add_and_draw(f"angle ABC = {inscribed}")
+        form.add("find arc AC")
         question = "In \\odot O, find m \\widehat{A C}."
         working = f"2 * {inscribed}"
     elif level == 2:
-        form.say(f"angle AOC = {arc}")
-        form.note("find angle ABC")
+        form.add_and_draw(f"angle AOC = {arc}")
+        form.add("find angle ABC")
         question = "In \\odot O, find m \\angle A B C."
         working = f"{arc} / 2"
         answer = inscribed
-        slip = arc
+        wrong_answer = arc
     else:
         x = rng.randrange(3, 13)
+        # The angle is written as `factor * x + rest`, with a rest of 0 or more.
         factor = rng.randrange(1, inscribed // x + 1)
         angle_in_picture = _write_linear_expression(factor, inscribed - factor * x)
-        form.say(f"angle AOC = {arc}", f"angle ABC = {angle_in_picture}")
-        form.note("find x")
+        form.add_and_draw(f"angle AOC = {arc}", f"angle ABC = {angle_in_picture}")
+        form.add("find x")
         question = "Find x."
         working = f"2 ({angle_in_picture}) = {arc}"
         answer = x
@@ -195,7 +207,7 @@ def inscribed_arc(
         question=question,
         answer=str(answer),
         working=working,
-        slip=str(slip),
+        wrong_answer=str(wrong_answer),
         shapes=("Circle",),
     )
 
@@ -220,7 +232,7 @@ def _circle_with_arc(rng: random.Random, arc: int) -> dict[str, Point]:
 
 
 def parallel_segment(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a triangle with a segment that is parallel to a side, and ask for a length.
 
@@ -242,32 +254,32 @@ def parallel_segment(
     outline = ("triangle ACD", "B on AC", "E on AD", "BE parallel CD")
     form = DrawnForm(rng, size, style, _triangle_with_parallel(rng, factor), *outline)
     answer = write_ratio(bc.numerator, bc.denominator)
-    slip = str(ed)
+    wrong_answer = str(ed)
     parallel = "\\overline{B E} \\parallel \\overline{C D}"
     if level == 1:
-        form.note(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
+        form.add(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
         question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
-        slip = str(ab)
+        wrong_answer = str(ab)
     elif level == 2:
-        form.say(f"AB = {ab}", f"AE = {ae}", f"ED = {ed}")
-        form.note("find BC")
+        form.add_and_draw(f"AB = {ab}", f"AE = {ae}", f"ED = {ed}")
+        form.add("find BC")
         question = f"If {parallel}, find B C."
     else:
-        form.say(f"AB = {ab}", f"AE = {ae}")
+        form.add_and_draw(f"AB = {ab}", f"AE = {ae}")
         x = rng.randrange(2, 12)
         bc_in_picture = "x"
         if bc.denominator == 1:
             bc_in_picture = _write_linear_expression(1, int(bc) - x)  # such as `x + 3`
             answer = str(x)
-        form.say(f"ED = {ed}", f"BC = {bc_in_picture}")
-        form.note("find x")
+        form.add_and_draw(f"ED = {ed}", f"BC = {bc_in_picture}")
+        form.add("find x")
         question = f"If {parallel}, find x."
     return _length_problem(
         form,
         question=question,
         answer=answer,
         working=f"A B / A E = {ab} / {ae}, E D = {ed}",
-        slip=slip,
+        wrong_answer=wrong_answer,
         shapes=("Triangle", "Line"),
     )
 
@@ -290,7 +302,7 @@ def _triangle_with_parallel(rng: random.Random, factor: Fraction) -> dict[str, P
 
 
 def parallelogram_side(
-    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN_STYLE
 ) -> SyntheticProblem:
     """Draw a parallelogram with the lengths of two opposite sides, and ask for the x in them.
 
@@ -312,8 +324,8 @@ def parallelogram_side(
         if second_factor
         else str(value)
     )
-    form.say(f"AB = {first_side}", f"CD = {second_side}")
-    form.note("find x")
+    form.add_and_draw(f"AB = {first_side}", f"CD = {second_side}")
+    form.add("find x")
     question = "Find x so that the quadrilateral is a parallelogram."
     working = f"{first_side} = {second_side}"
     return _length_problem(
@@ -321,7 +333,7 @@ def parallelogram_side(
         question=question,
         answer=str(x),
         working=working,
-        slip=str(value),
+        wrong_answer=str(value),
         shapes=("Parallelogram",),
     )
 
@@ -344,7 +356,7 @@ def _make_problem(
     question: str,
     answer: str,
     working: str,
-    slip: str,
+    wrong_answer: str,
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
     """Return a problem with its picture and sentences.
@@ -357,7 +369,7 @@ def _make_problem(
         question: the question in words.
         answer: the right answer.
         working: the calculation, which both solutions have.
-        slip: the wrong answer.
+        wrong_answer: the answer of a typical mistake.
         shapes: what is drawn.
     """
     return SyntheticProblem(
@@ -366,7 +378,7 @@ def _make_problem(
         question=question,
         answer=answer,
         solution=f"{working}. {boxed(answer)}",
-        slip=f"{working}. {boxed(slip)}",
+        slip=f"{working}. {boxed(wrong_answer)}",
         goal=goal,
         shapes=shapes,
         sentences=form.text(),

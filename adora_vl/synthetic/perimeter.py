@@ -14,11 +14,11 @@ import random
 import re
 from collections.abc import Sequence
 
-from adora_vl.synthetic.drawing import PLAIN, Canvas, Style
+from adora_vl.synthetic.drawing import PLAIN_STYLE, Canvas, Style
 from adora_vl.synthetic.families import SyntheticProblem, jitter, label_inset
 
-USUAL_DIGITS = (7, 3)
-USUAL_SHARE = 0.75  # of the problems
+USUAL_DIGITS = (7, 3)  # the two last digits, one of which is the answer of most problems
+USUAL_SHARE = 0.75  # the share of the problems whose answer is a usual digit
 # Workings differ in length by wording alone, so that their length does not count digits.
 _OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
 _ADDITIONS = ("{} + {} = {}. ", "{}+{}={}. ")
@@ -28,8 +28,8 @@ def perimeter_digit(
     rng: random.Random,
     size: int,
     level: int = 1,
-    style: Style = PLAIN,
-    paper: type[Canvas] = Canvas,
+    style: Style = PLAIN_STYLE,
+    canvas_class: type[Canvas] = Canvas,
 ) -> SyntheticProblem:
     """Draw a quadrilateral with two of its sides, and ask for the last digit of the perimeter.
 
@@ -40,12 +40,12 @@ def perimeter_digit(
         size: side of the picture in pixels.
         level: difficulty from 1 to 3, by the length of the sides.
         style: of the lines and labels.
-        paper: the class that draws the picture.
+        canvas_class: the class that draws the picture.
     """
     kind = "usual" if rng.random() < USUAL_SHARE else "any"
     end_of_sides = (10, 21, 61)[level - 1]  # the first three sides are shorter
     sides = draw_sides(rng, kind, end_of_sides)
-    canvas = paper(size, style)
+    canvas = canvas_class(size, style)
     margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin
     y = 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
@@ -120,14 +120,14 @@ def write_working(
     - without a slip: `sides 3, 4. 3+4=7. 7+5=12. 12 + 6 = 18. \boxed{8}`
     - with a slip at step 2, the first sum: `sides 3, 4. 3+4=8. 8+5=13. 13+6=19. \boxed{9}`
     """
-    slips = []  # what is added by mistake in each step, 0 or 1
+    mistakes = []  # what is added by mistake in each step, 0 or 1
     for step in range(SLIP_PLACES):
-        slips.append(1 if step == slip_at or rng.random() < slip_share else 0)
-    total = sides[0] + slips[0]
-    second_side = sides[1] + slips[1]
+        mistakes.append(1 if step == slip_at or rng.random() < slip_share else 0)
+    total = sides[0] + mistakes[0]
+    second_side = sides[1] + mistakes[1]
     text = rng.choice(_OPENINGS).format(total, second_side)
-    for side, slip in zip((second_side, *sides[2:]), slips[2:], strict=True):
-        next_total = total + side + slip
+    for side, mistake in zip((second_side, *sides[2:]), mistakes[2:], strict=True):
+        next_total = total + side + mistake
         text += rng.choice(_ADDITIONS).format(total, side, next_total)
         total = next_total
     return f"{text}\\boxed{{{total % 10}}}"

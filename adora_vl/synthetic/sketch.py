@@ -32,15 +32,15 @@ class Sketch:
         unit.
         """
         self._canvas = Canvas(size, style, LETTERED_FONT_SCALE)
-        self._location_by_name = _fit_into_picture(
+        self._position_by_name = _fit_into_picture(
             points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5
         )
-        xs, ys = zip(*map(_x_and_y, self._location_by_name.values()), strict=True)
+        xs, ys = zip(*map(_x_and_y, self._position_by_name.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
-        self._font = LETTERED_FONT_SCALE * font_pixels(size) / size
+        self._label_height = LETTERED_FONT_SCALE * font_pixels(size) / size
         self._label_boxes: list[Box] = []  # of the labels so far
 
-    def places(self) -> list[str]:
+    def position_sentences(self) -> list[str]:
         """Return a sentence such as `A at 12.0, 30.5` for each point, with its x and y in pixels.
 
         From them the solver of `adora_vl.geometry` knows which of two possible figures is drawn.
@@ -49,39 +49,39 @@ class Sketch:
         size = self._canvas.size
         return [
             f"{name} at {size * point.real:.1f}, {size * point.imag:.1f}"
-            for name, point in self._location_by_name.items()
+            for name, point in self._position_by_name.items()
             if len(name) == 1
         ]
 
-    def _locations(self, names: str) -> list[complex]:
+    def _positions(self, names: str) -> list[complex]:
         """Return the positions of points by their letters, such as `AB`."""
-        return [self._location_by_name[name] for name in names]
+        return [self._position_by_name[name] for name in names]
 
     def line(self, path: str) -> None:
         """Draw a line through points."""
-        self._canvas.line(*map(_x_and_y, self._locations(path)))
+        self._canvas.line(*map(_x_and_y, self._positions(path)))
 
     def circle(self, centre: str, point_on: str) -> None:
         """Draw a circle through a point, with a dot at its centre."""
-        middle, on_circle = self._locations(centre + point_on)
+        middle, on_circle = self._positions(centre + point_on)
         self._canvas.circle(_x_and_y(middle), abs(middle - on_circle))
         self._canvas.dot(_x_and_y(middle))
 
     def letters(self, names: str) -> None:
         """Write the names of points beside them, away from the middle of the figure."""
         for name in names:
-            outward = _unit_vector(self._location_by_name[name] - self._centre)
-            self._label(name, self._location_by_name[name] + 0.07 * outward)
+            outward = _unit_vector(self._position_by_name[name] - self._centre)
+            self._label(name, self._position_by_name[name] + 0.07 * outward)
 
     def centre_letter(self, name: str, towards: str) -> None:
         """Write the name of a circle's centre, to the right of the line to the point `towards`."""
-        direction = _unit_vector(self._location_by_name[towards] - self._location_by_name[name])
+        direction = _unit_vector(self._position_by_name[towards] - self._position_by_name[name])
         to_the_right = 1j * direction  # a quarter turn, since y points down
-        self._label(name, self._location_by_name[name] + 0.07 * to_the_right)
+        self._label(name, self._position_by_name[name] + 0.07 * to_the_right)
 
     def side(self, path: str, text: str) -> None:
         """Write a text beside the middle of a segment, away from the middle of the figure."""
-        start, end = self._locations(path)
+        start, end = self._positions(path)
         middle = (start + end) / 2
         normal = 1j * _unit_vector(end - start)  # at a right angle to the segment
         # The real part of a * conj(b) is the scalar product of two vectors.
@@ -111,7 +111,7 @@ class Sketch:
 
     def _directions(self, path: str) -> tuple[complex, complex, complex]:
         """Return the corner B of the angle `ABC`, and the directions of its two sides."""
-        start, corner, end = self._locations(path)
+        start, corner, end = self._positions(path)
         return corner, _unit_vector(start - corner), _unit_vector(end - corner)
 
     def picture(self) -> Image.Image:
@@ -120,8 +120,8 @@ class Sketch:
 
     def _label(self, text: str, centre: complex) -> None:
         """Write a label, or raise `ClutteredError` where it would overlap another or the edge."""
-        half_width = 0.28 * len(text) * self._font
-        half_height = 0.5 * self._font
+        half_width = 0.28 * len(text) * self._label_height
+        half_height = 0.5 * self._label_height
         box = Box.around(centre, half_width, half_height)
         touches = any(box.overlaps(label) for label in self._label_boxes)
         if touches or min(box) < 0 or max(box) > 1:

@@ -22,7 +22,7 @@ from adora_vl.models.load import (
     resolve_model_name,
 )
 from adora_vl.rewards import grade
-from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.drawing import PLAIN_STYLE
 from adora_vl.synthetic.perimeter import (
     SLIP_PLACES,
     USUAL_DIGITS,
@@ -48,7 +48,7 @@ def draw_problems(count: int) -> list[PerimeterProblem]:
     rng = random.Random(3)
     problems = []
     for _ in range(count):
-        problem = perimeter_digit(rng, 56, 1, PLAIN)
+        problem = perimeter_digit(rng, 56, 1, PLAIN_STYLE)
         sides = sides_in_problem(problem.question, problem.solution)
         problems.append(PerimeterProblem(problem.kind, sides, problem.answer))
     return problems

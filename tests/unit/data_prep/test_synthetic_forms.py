@@ -18,7 +18,7 @@ from adora_vl.geometry.solve_form import solve_form
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims_if_possible
-from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
+from adora_vl.synthetic.drawing import PLAIN_STYLE, Canvas, Point
 from adora_vl.synthetic.drawn_form import DrawnForm
 from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME, SyntheticProblem
 from adora_vl.synthetic.generated import describe_synthetic, prepare_drawn
@@ -105,7 +105,7 @@ def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
     Its question asks for the same letters as the sentence `find ...`.
     """
     for seed in SEEDS:
-        problem = LETTERED_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
+        problem = LETTERED_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN_STYLE)
         assert_solved(problem)
         (question_sentence,) = [text for text in problem.sentences if text.startswith("find ")]
         letters_of_question = re.sub(r"\\[a-z]+", "", problem.question).replace(" ", "")
@@ -172,7 +172,7 @@ def test_a_plain_problem_is_solved_from_what_its_picture_shows(
     solved_kinds = set()
     for seed in (*SEEDS, *range(10, 16)):
         drawing.clear()
-        problem = PLAIN_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
+        problem = PLAIN_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN_STYLE)
         assert set(SENTENCES_SEEN_BY_FAMILY[name](drawing)) <= set(problem.sentences)
         if seed in SEEDS or problem.kind not in solved_kinds:
             assert_solved(problem)
@@ -200,11 +200,11 @@ KITE = {
 
 def test_a_form_that_no_family_has_is_drawn_as_it_is_said(drawing: Drawing) -> None:
     """A new family is sentences and places, and needs no drawing code."""
-    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    form = DrawnForm(random.Random(1), SIZE, PLAIN_STYLE, KITE, "ABCD kite")
     assert [len(path) for path in drawing.lines] == [5]
     assert drawing.texts == ["A", "B", "C", "D"]
     drawing.clear()
-    form.say("AB = 2x + 1", "angle DAB = 80", "angle ABC = 5y")
+    form.add_and_draw("AB = 2x + 1", "angle DAB = 80", "angle ABC = 5y")
     assert drawing.texts == ["2x + 1", "80°", "5y"]
     assert not drawing.lines
     assert form.sentences == ["ABCD kite", "AB = 2x + 1", "angle DAB = 80", "angle ABC = 5y"]
@@ -212,17 +212,17 @@ def test_a_form_that_no_family_has_is_drawn_as_it_is_said(drawing: Drawing) -> N
 
 def test_a_line_that_a_sentence_names_first_is_drawn(drawing: Drawing) -> None:
     """The diagonal AC is no side, and is drawn when its length is said."""
-    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    form = DrawnForm(random.Random(1), SIZE, PLAIN_STYLE, KITE, "ABCD kite")
     drawing.clear()
-    form.say("AC = 9")
+    form.add_and_draw("AC = 9")
     assert [len(path) for path in drawing.lines] == [2]
 
 
 def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
     """`note` adds sentences, and leaves the picture as it is."""
-    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    form = DrawnForm(random.Random(1), SIZE, PLAIN_STYLE, KITE, "ABCD kite")
     drawing.clear()
-    form.note("AB = 7", "find AC")
+    form.add("AB = 7", "find AC")
     assert not drawing.labels
     assert not drawing.lines
     assert form.sentences[-2:] == ["AB = 7", "find AC"]
@@ -230,10 +230,10 @@ def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
 
 def test_labels_that_would_touch_are_refused() -> None:
     """A second label of the side AB has no room."""
-    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
-    form.say("AB = 9")
+    form = DrawnForm(random.Random(1), SIZE, PLAIN_STYLE, KITE, "ABCD kite")
+    form.add_and_draw("AB = 9")
     with pytest.raises(ClutteredError):
-        form.say("AB = 3x")  # in the same place
+        form.add_and_draw("AB = 3x")  # in the same place
 
 
 def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.grade import VERDICTS
-from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.drawing import PLAIN_STYLE
 from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
     """
     for draw in PLAIN_FAMILY_BY_NAME.values():
         for seed in range(20):
-            gold = draw(random.Random(seed), 64, 1, PLAIN).answer
+            gold = draw(random.Random(seed), 64, 1, PLAIN_STYLE).answer
             assert verify_gold(gold) is None
             for template in _TEMPLATES_AROUND_ANSWER:
                 for rewrite in _SAME_VALUE_REWRITINGS:
