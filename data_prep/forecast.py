@@ -38,7 +38,8 @@ from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError, describe_error
 from data_prep.filter import prompts_asked_for_tags
 
-# Only so many groups of a recorded run are read: its start, where training has changed little yet.
+# The number of groups that are read of a recorded run, from its start on, where training has
+# changed little yet.
 MAX_GROUPS_READ = 512
 _MIN_GROUPS_FOR_FORECAST = 20  # with fewer groups that have a signal, no forecast is made
 # Below and above these shares of groups, attenuation would act on little or on much.
@@ -206,14 +207,15 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
     """Return the shares of right answers among the longest and shortest ones of each group.
 
     For example, a group has answers of 50, 50 and 20 tokens, of which the second one alone is
-    right. Its shares are 0.5 for the longest and 0 for the shortest. Groups without a signal, or
-    whose answers all have the same length, are left out, and so are answers without a score.
+    right. Its shares are 0.5 for the longest and 0 for the shortest. Groups without a signal, whose
+    rewards are all equal, are left out. So are groups whose answers all have the same length, and
+    answers without a score.
     """
     shares: list[_RightShares] = []
-    for group in has_signal_P.nonzero()[:, 0].tolist():
-        is_scored_G = groups.has_reward_PG[group]
-        lengths = groups.lengths_PG[group][is_scored_G]
-        is_right = groups.correct_PG[group][is_scored_G].float()
+    for group_index in has_signal_P.nonzero()[:, 0].tolist():
+        is_scored_G = groups.has_reward_PG[group_index]
+        lengths = groups.lengths_PG[group_index][is_scored_G]
+        is_right = groups.correct_PG[group_index][is_scored_G].float()
         if lengths.min() < lengths.max():
             is_longest = torch.eq(lengths, lengths.max())
             is_shortest = torch.eq(lengths, lengths.min())

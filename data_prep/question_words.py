@@ -169,10 +169,12 @@ def _equation_in_words(term: Term) -> str | None:
     left_term, right_term = term.arguments
     left = noun_phrase(left_term)
     right = noun_phrase(right_term)
+    # An equation on a shape, such as `Equals(Triangle(A, B, C), ...)`, only gives it a name.
     if left_term.head in CORNER_COUNT_BY_SHAPE:
         return ""
     if left is None or right is None:
         return None
+    # A segment that is called a part of a shape: `AB is the base of triangle ABC`.
     if right_term.head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
         return f"{left} is {right}"
     is_angle = any(part.head in ("MeasureOf", "Angle") for part in left_term.walk())

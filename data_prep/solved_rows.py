@@ -35,7 +35,7 @@ _SOURCE_OF_SOLVED_ROWS = "geometry3k, solved"
 _REQUEST_TO_ROUND = "Round to the nearest hundredth."
 # The number of the first problem in each split of Geometry3K, the last split first.
 _SPLITS_WITH_FIRST_NUMBER = (("test", 2401), ("validation", 2101))
-# A label may differ from the computed value by so much, or by this share of it.
+# A label may differ from the computed value by this number, or by this share of the value.
 _MAX_DIFFERENCE_FROM_LABEL = 0.06
 _MAX_SHARE_FROM_LABEL = 0.006
 

@@ -341,7 +341,7 @@ class _OldNumber(NamedTuple):
     text: str  # as it is written, such as `12`, `4.5` or `3x + 5`
 
 
-def _draw_new_number(old: _OldNumber, *, scale: float, rng: random.Random) -> str:
+def _draw_new_number(old_number: _OldNumber, *, scale: float, rng: random.Random) -> str:
     """Return a random number, as text, that replaces one in the facts of a geometry problem.
 
     - In `3x + 5` the 5 changes by 1 to 3, but never below 1.
@@ -351,23 +351,23 @@ def _draw_new_number(old: _OldNumber, *, scale: float, rng: random.Random) -> st
       multiplied by the square of `scale` and by a random factor.
     - A number of any other unit stays.
     """
-    linear = _LINEAR_PATTERN.fullmatch(old.text)
+    linear = _LINEAR_PATTERN.fullmatch(old_number.text)
     if linear:
         letter_part, sign, constant = linear.groups()
         new_constant = max(1, int(constant) + rng.choice(_CONSTANT_STEPS))
         return f"{letter_part}{sign}{new_constant}"
-    if not re.fullmatch(r"\d+(?:\.\d+)?", old.text):
-        return old.text
-    old_value = float(old.text)
-    if old.unit == "degrees":
+    if not re.fullmatch(r"\d+(?:\.\d+)?", old_number.text):
+        return old_number.text
+    old_value = float(old_number.text)
+    if old_number.unit == "degrees":
         if old_value in _UNCHANGED_ANGLES:
-            return old.text
+            return old_number.text
         new_value = old_value * rng.uniform(*_ANGLE_RANGE)
-    elif old.unit in ("length", "area"):
-        unit_scale = scale if old.unit == "length" else scale**2
+    elif old_number.unit in ("length", "area"):
+        unit_scale = scale if old_number.unit == "length" else scale**2
         new_value = old_value * rng.uniform(*_LENGTH_RANGE) * unit_scale
     else:
-        return old.text
+        return old_number.text
     # A whole number stays whole; any other gets one decimal place.
     if old_value == int(old_value):
         return str(max(1, round(new_value)))
@@ -381,36 +381,36 @@ def _solve_variant(form: LogicForm) -> Verdict | None:
     picture suggests. `form` has the facts, the question, and the points to begin with.
     """
     try:
-        facts = read_facts(form)
+        reading = read_facts(form)
     except (UnreadError, ValueError, IndexError):
         return None
-    if facts.goal is None:  # there is nothing to find
+    if reading.goal is None:  # there is nothing to find
         return None
-    if facts.assumed:  # the answer would rest on an assumption
+    if reading.assumed:  # the answer would rest on an assumption
         return None
-    if facts.unread:  # some facts were not understood
+    if reading.unread:  # some facts were not understood
         return None
-    problem = FigureProblem(facts)
+    problem = FigureProblem(reading)
     # Four starts are enough to see whether a second figure fits as well.
-    result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
-    if result.status != "answered" or result.solution is None or result.value is None:
+    outcome = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
+    if outcome.status != "answered" or outcome.solution is None or outcome.value is None:
         return None
     # An answer at a double root is known to four digits only.
-    if result.at_double_root:
+    if outcome.at_double_root:
         return None
     # These are differences in kind from the old diagram, such as a point that has moved to the
     # other side of a line.
-    if result.solution.faults:
+    if outcome.solution.faults:
         return None
     # No length, angle or area is 0 or negative.
-    if result.value <= 0:
+    if outcome.value <= 0:
         return None
     return Verdict(
         status="answered",
-        value=float(f"{result.value:.10g}"),
-        answer=short_answer(result.value, facts),
+        value=float(f"{outcome.value:.10g}"),
+        answer=short_answer(outcome.value, reading),
         basis="facts",
-        figure=figure_of_solution(problem, result.solution, form),
+        figure=figure_of_solution(problem, outcome.solution, form),
     )
 
 

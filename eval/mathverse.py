@@ -78,7 +78,7 @@ _ANSWER_NAME_PREFIX = re.compile(
 _PAIR_PATTERN = re.compile(
     r"(?P<opening>[(\[])(?P<first>[^,]+),(?P<second>[^,]+)(?P<closing>[)\]])"
 )
-# A single line with at most so many words is an answer, and not a sentence.
+# A single line with no more words than this is an answer, and not a sentence.
 _MAX_WORDS_OF_BARE_ANSWER = 4
 _UNIT_WORD_REGEX = (
     r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?"

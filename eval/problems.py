@@ -162,10 +162,10 @@ def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
     )
 
 
-_TEST_PROBLEM_COUNT = 601  # in Geometry3K's test split
-# A score over this share of them counts as one of the whole split. Preparing the data leaves out
-# problems whose reference answers cannot be read.
-_WHOLE_SPLIT_SHARE = 0.95
+_TEST_PROBLEM_COUNT = 601  # the problems of Geometry3K's test split, as it is published
+# A score over at least this share of them counts as one of the whole split, since preparing the
+# data leaves out the few problems whose reference answers cannot be read.
+_MIN_SHARE_OF_WHOLE_SPLIT = 0.95
 
 
 def _is_the_test_split(score: Mapping[str, Any]) -> bool:
@@ -178,10 +178,12 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     fingerprint = score.get("fingerprint") or {}
     # A fingerprint names the view only where it is not the picture.
     view = (fingerprint.get("fields") or {}).get("view", "image")
+    problem_count = data_set.get("problems", 0)
+    is_whole_split = problem_count >= _MIN_SHARE_OF_WHOLE_SPLIT * _TEST_PROBLEM_COUNT
     return (
         data_set.get("sources") == ["geometry3k"]
         and data_set.get("splits") == ["test"]
-        and data_set.get("problems", 0) >= _WHOLE_SPLIT_SHARE * _TEST_PROBLEM_COUNT
+        and is_whole_split
         and view == "image"
     )
 

@@ -42,8 +42,8 @@ def extract_final_answer(text: str) -> str | None:
 def is_sentence(text: str) -> bool:
     """Return whether a reference answer is a sentence, which says more than an answer does.
 
-    It is one where an item of its list (`3 cm, 4 cm` has two) has over `MAX_WORDS` words, where
-    there is a verb among over so many words, or where it is two sentences.
+    It is one in three cases: an item of its list (`3 cm, 4 cm` has two) has over `MAX_WORDS` words,
+    the whole text has over `MAX_WORDS` words and a verb among them, or it is two sentences.
     """
     text_without_formulas = _FORMULA.sub(" ", text)
     word_count = len(_WORD.findall(text_without_formulas))

@@ -28,7 +28,7 @@ _PUNCTUATION = re.compile(r"[^\w\\+\-*/^=<>]+")
 _GRID = 16  # patches in a row and in a column of a picture
 _DARKEST_PAPER = 245  # a grey level below it is drawing, one above it is paper
 _LEAST_CONTRAST = 8  # of two patches in grey levels; recompression causes smaller differences
-# Two hashes of 256 bits are similar if they differ in at most so many bits. The six real diagrams
+# Two hashes of 256 bits are similar if they differ in no more bits than this. The six real diagrams
 # that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by about 30 at most;
 # two different ones of them are at least 63 apart.
 _MAX_DIFFERING_BITS = 32

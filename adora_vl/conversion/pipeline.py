@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # These splits are read before train. A leak is a training row that a held-out split has too, and it
 # can be seen only once the held-out rows are known.
 HELD_OUT_SPLITS = ("test", "validation")
-# The manifest lists so many leaks. The quarantine has all rows that were dropped as leaks.
+# The number of leaks that the manifest lists. The quarantine has all rows that were dropped as
+# leaks.
 _MAX_LISTED_LEAKS = 1000
 
 

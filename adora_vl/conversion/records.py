@@ -65,7 +65,7 @@ class BadRecord:
 
 # Pairs of a position in a file, in words (`line 14`), and the record that stands there.
 PositionedRecords = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-HEAD_RECORDS = 100  # so many records are read to learn the columns of a table without a header
+HEAD_RECORDS = 100  # how many records are read to learn the columns of a table without a header
 
 
 class Table(NamedTuple):

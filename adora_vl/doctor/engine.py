@@ -26,7 +26,7 @@ from adora_vl.rollout.importance import drift_over_ranks
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
-# By so many nats per token a changed weight has to change the policy's log-probabilities. With a
+# The least change of the policy's log-probabilities by a changed weight, in nats per token. With a
 # smaller change nobody would notice that the engine still had the old weight.
 MIN_POLICY_CHANGE = 0.1
 

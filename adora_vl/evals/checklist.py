@@ -131,15 +131,17 @@ def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
         number = number_in_text(value.head)
         if number is None:
             continue
-        figure_part = measure.arguments[0] if measure.arguments else measure
-        name = "".join(figure_part.names)
-        is_length = measure.head == "LengthOf" and figure_part.head == "Line"
-        if is_length and len(figure_part.names) == 2:
-            question = f"Which length is segment {name} marked with in the picture?"
+        # What is measured, such as `Line(A, B)`. A measure without arguments is a mere number or
+        # letter, and fits none of the questions below.
+        measured_part = measure.arguments[0] if measure.arguments else measure
+        point_names = "".join(measured_part.names)
+        is_length = measure.head == "LengthOf" and measured_part.head == "Line"
+        if is_length and len(measured_part.names) == 2:
+            question = f"Which length is segment {point_names} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="length")
-        is_angle = measure.head == "MeasureOf" and figure_part.head == "Angle"
-        if is_angle and len(figure_part.names) == 3 and number < 180:
-            question = f"How many degrees is angle {name} marked with in the picture?"
+        is_angle = measure.head == "MeasureOf" and measured_part.head == "Angle"
+        if is_angle and len(measured_part.names) == 3 and number < 180:
+            question = f"How many degrees is angle {point_names} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="angle")
 
 

@@ -14,9 +14,9 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import sine
 
 _MAX_DEGREES_OF_ONE_RAY = 12.0  # degrees; two drawn rays closer than this are one
-# Lines that a text calls parallel may look that many degrees askew; each point on one makes it
-# likelier that it is meant, by so many degrees.
+# Degrees that lines which a text calls parallel may look askew.
 _MAX_DEGREES_FROM_PARALLEL = 8.0
+# A line with more points is likelier to be meant: each point makes up for this many degrees askew.
 _DEGREES_PER_POINT = 0.3
 # Radians: a ray so near to the bisector is the bisector itself, drawn through another point of it.
 _MAX_RADIANS_OF_ONE_RAY = 0.06

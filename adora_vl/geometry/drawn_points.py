@@ -31,7 +31,7 @@ _MAX_BEND_OF_STRAIGHT = 0.025
 # The foot of a perpendicular is drawn only if its top is at least this share of the segment's
 # length away from the segment.
 _MIN_HEIGHT_SHARE = 0.05
-# The copy of a figure is placed so many of its widths to the right, where it is clear of it.
+# How far to the right the copy of a figure is placed, in widths of the figure: clear of it.
 _COPY_OFFSET_IN_WIDTHS = 1.6
 _MIN_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
 # A point that is more than this share of a segment's length beside it cannot be meant to be on it.

@@ -22,7 +22,7 @@ from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, s
 FAULTS_OF_COLLAPSE = 10  # faults of a figure in which points fall together
 _MIN_SEGMENT_SHARE = 0.015  # share of the figure's size; a shorter segment has fallen together
 _MIN_BEND = 1e-3  # radians; a corner that bends less is none
-_MAX_SEGMENTS_COMPARED = 30  # with so many segments in a picture their pairs are not compared
+_MAX_SEGMENTS_COMPARED = 30  # from this number of segments on their pairs are not compared
 _MIN_SINE_OF_CORNER = 0.2  # a drawn corner with a smaller sine is too flat to be compared
 
 

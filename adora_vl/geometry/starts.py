@@ -23,7 +23,7 @@ _SHIFT_BY_START = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
 _STRETCH_BY_START = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
 # The same where the facts give no length, so that the size of the figure is unknown.
 _WIDE_STRETCH_BY_START = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
-# Points without a place are moved onto their lines in so many rounds.
+# The number of rounds in which points without a place are moved onto their lines.
 _PULL_ROUNDS = 60
 # They keep this share of a segment between themselves and its ends.
 _MARGIN_AT_ENDS = 0.15

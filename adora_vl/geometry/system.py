@@ -33,7 +33,7 @@ from adora_vl.geometry.quantities import (
 )
 
 _END_MARGIN = 0.001  # share of a segment; a point this near to an end does not lie between the ends
-# Angles that differ by more than so many degrees are compared the other way round the circle.
+# Angles that differ by more degrees than this are compared the other way round the circle.
 _MAX_PLAIN_DIFFERENCE = 300.0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TokenKind = Literal["number", "points", "word", "sign", "line", "end"]
-MAX_TOKENS = 20_000  # what stands behind so many signs of a response is not read
+MAX_TOKENS = 20_000  # later words and signs of a response are not read
 
 
 @dataclass(frozen=True)

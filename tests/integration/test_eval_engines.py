@@ -19,10 +19,10 @@ from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED_TOKENS
 from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 # The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower
 # limit is left out on purpose: the image processor ignores an upper one that comes alone.
 PIXEL_LIMIT = 56 * 56
@@ -71,7 +71,7 @@ def predictions_by_engine(workspace: Path) -> dict[str, list[Prediction]]:
     """
     subprocess.run(
         [sys.executable, "-m", "eval.geometry3k", *evaluation_argv(workspace, "vllm")],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         check=True,
     )
     assert main(BENCHMARK, evaluation_argv(workspace, "transformers")) == 0
@@ -121,7 +121,7 @@ def test_both_engines_end_answers_where_the_training_did(
             argv = evaluation_argv(workspace, engine)
             argv[argv.index("--output") + 1] = str(workspace / f"{engine}_stopped")
             command = [sys.executable, "-m", "eval.geometry3k", *argv]
-            subprocess.run(command, cwd=ROOT, check=True)
+            subprocess.run(command, cwd=REPOSITORY, check=True)
             path = workspace / f"{engine}_stopped" / "predictions.jsonl"
             rows_by_engine[engine] = read_predictions(path)
     finally:

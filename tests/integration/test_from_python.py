@@ -37,13 +37,12 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record.progress import ProgressLine
 from adora_vl.utils.errors import UserError
 from data_prep.__main__ import main as data_prep
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import REPOSITORY
 
 
 def quickstart_code() -> str:
     """Return the Python block of the quickstart."""
-    text = (ROOT / "docs" / "quickstart.md").read_text()
+    text = (REPOSITORY / "docs" / "quickstart.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return str(block)
 
@@ -57,7 +56,7 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
         "try:\n    adora_vl.AdoraTrainer\nexcept AttributeError as error:\n    print(error)"
     )
     completed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert completed.stdout == "module 'adora_vl' has no attribute 'AdoraTrainer'\n"
 
@@ -74,8 +73,8 @@ def test_the_documented_lines_train_and_record(tmp_path):
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
     completed = subprocess.run(
         [sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=400,

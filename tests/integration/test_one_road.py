@@ -1,7 +1,6 @@
 """All entry points refuse the same, in the same line, before weights are loaded or files written.
 
-An entry point is a letter: C is the training command, D its dry run, K the doctor, and P a start
-from Python.
+There are four entry points: the training command, its dry run, the doctor, and a start from Python.
 """
 
 import inspect
@@ -51,9 +50,23 @@ from tests.support.examples import example_entry
 from tests.support.launch import cli_arguments
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
+# The four ways into the checks, by the name that a test shows of them.
+COMMAND = "command"
+DRY_RUN = "dry run"
+DOCTOR = "doctor"
+PYTHON = "python"
+
 CPU_KEYS = ["--use_cpu", "true", "--bf16", "false"]
+# One group of eight rollouts.
 BATCH_OF_ONE_GROUP = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
-VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+VLLM_KEYS = [
+    "--use_vllm",
+    "true",
+    "--vllm_max_model_length",
+    "256",
+    "--max_completion_length",
+    "64",
+]
 # What a word in a row of `REFUSED_COMMANDS` stands for. HERE is `folder_of_wrong_inputs`.
 KEYS_BY_PLACEHOLDER = {
     "FOUR": "--load_in_4bit true --dtype bfloat16 --use_peft true "
@@ -62,7 +75,7 @@ KEYS_BY_PLACEHOLDER = {
     "--adora_rollouts.ahead 1",
     "BUDGET": "--use_vllm true --adora_rollouts.budget 100 --per_device_train_batch_size 16 "
     "--vllm_importance_sampling_mode token_truncate",
-    "VLLM": " ".join(VLLM),
+    "VLLM": " ".join(VLLM_KEYS),
     "ROOM": "--use_vllm true --vllm_max_model_length 900 --max_completion_length 300",
 }
 MY_REWARDS_FILE = Path(__file__).parents[2] / "docs" / "my_rewards.py"
@@ -166,6 +179,7 @@ def folder_of_wrong_inputs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_hub(no_weights, monkeypatch):
+    """Let no test reach the hub or load weights."""
     for place in ("utils.hub", "preflight.check_machine"):
         monkeypatch.setattr(
             f"adora_vl.{place}.hub_unavailable_reason", lambda: "the hub does not answer"
@@ -217,21 +231,21 @@ def start_from_python(argv: list[str], dataset: Dataset | None = None) -> Resolv
 
 
 START_BY_ENTRY_POINT: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda argv: prepare(parse_command(argv)),
-    "D": lambda argv: make_plan(parse_command(argv), DryRunOptions()),
-    "K": lambda argv: doctor.diagnose(parse_command(argv)),
-    "P": start_from_python,
+    COMMAND: lambda argv: prepare(parse_command(argv)),
+    DRY_RUN: lambda argv: make_plan(parse_command(argv), DryRunOptions()),
+    DOCTOR: lambda argv: doctor.diagnose(parse_command(argv)),
+    PYTHON: start_from_python,
 }
-ALL_ENTRY_POINTS = "CDKP"
+ALL_ENTRY_POINTS = (COMMAND, DRY_RUN, DOCTOR, PYTHON)
 NOISY_ROLLOUTS = example_entry("noisy_rollouts.py:NoisyRollouts")
 VISUAL_TOKENS = example_entry("visual_tokens.py:VisualTokens")
-REFUSED_COMMANDS: list[
-    tuple[str, ...]
-] = [  # the command line, how the line begins, and the entry points if these are not all
+# The command line, how the line begins with which it is refused, and which entry points refuse it,
+# if these are not all.
+REFUSED_COMMANDS: list[tuple[str, str] | tuple[str, str, set[str]]] = [
     (
         "--adora_factr 0.2",
         "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?",
-        "CDK",
+        {COMMAND, DRY_RUN, DOCTOR},
     ),
     (
         "--adora_factor 0.3",
@@ -271,7 +285,7 @@ REFUSED_COMMANDS: list[
         f"--adora_method dapo+{example_entry('ngrpo.py:Ngrpo')}",
         f"adora_method: dapo+{example_entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
     ),
-    (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
+    (" ".join(["--tools zom", *VLLM_KEYS]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
     (
         "VLLM --environment_factory nowhere.py:Maze",
@@ -288,7 +302,7 @@ REFUSED_COMMANDS: list[
         "keep their state",
     ),
     (
-        " ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]),
+        " ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM_KEYS]),
         "adora_tool_options.turn_tokens:",
     ),
     (
@@ -319,7 +333,6 @@ REFUSED_COMMANDS: list[
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
         "adora_rollouts.budget: 100 learns less from an answer the longer it is",
-        ALL_ENTRY_POINTS,
     ),
     (
         "--use_vllm true --adora_rollouts.ahead 1",
@@ -374,10 +387,10 @@ REFUSED_COMMANDS: list[
         "--use_vllm true --vllm_mode server --vllm_server_base_url http://a:1,http://b:1 "
         "--use_cpu false",
         "vllm_server_base_url: http://a:1,http://b:1 names several servers, which NCCL",
-        "CDP",
+        {COMMAND, DRY_RUN, PYTHON},
     ),
     (
-        f'--adora_extensions {{"{NOISY_ROLLOUTS}":{{"share":0.3}}}} ' + " ".join(VLLM),
+        f'--adora_extensions {{"{NOISY_ROLLOUTS}":{{"share":0.3}}}} ' + " ".join(VLLM_KEYS),
         "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
     (
@@ -429,7 +442,7 @@ REFUSED_COMMANDS: list[
     (
         "VLLM --eval_strategy steps --eval_steps 2",
         "adora_eval: [] with eval_strategy: steps has nothing to",
-        "P",
+        {PYTHON},
     ),
     (
         "--use_vllm true --vllm_importance_sampling_correction false",
@@ -453,7 +466,11 @@ REFUSED_COMMANDS: list[
         '--model_init_kwargs {"torch_dtype":"bfloat16"}',
         "model_init_kwargs: torch_dtype: bfloat16 is the older name of dtype",
     ),
-    ("--load_in_8bit true", "load_in_8bit: true is not supported; set load_in_4bit: true", "CDK"),
+    (
+        "--load_in_8bit true",
+        "load_in_8bit: true is not supported; set load_in_4bit: true",
+        {COMMAND, DRY_RUN, DOCTOR},
+    ),
     (
         "--load_in_4bit true --dtype bfloat16",
         "load_in_4bit: true trains an adapter alone; set use_peft: true",
@@ -461,7 +478,7 @@ REFUSED_COMMANDS: list[
     (
         "FOUR --dtype float32",
         "load_in_4bit: true does not go with dtype: float32, as the engine computes in bfloat16",
-        "CDK",  # from Python it is bfloat16 unless it is set
+        {COMMAND, DRY_RUN, DOCTOR},  # from Python it is bfloat16 unless it is set
     ),
     (
         "FOUR --bnb_4bit_quant_storage bfloat16",
@@ -479,7 +496,7 @@ REFUSED_COMMANDS: list[
     (
         "FOUR VLLM --vllm_mode server --use_cpu false",
         "load_in_4bit: true does not go with adora_weight_transfer: nccl",
-        "CDP",
+        {COMMAND, DRY_RUN, PYTHON},
     ),
     (
         "FOUR --model_name_or_path HERE/sft",
@@ -497,11 +514,15 @@ REFUSED_COMMANDS: list[
     ("--push_to_hub true", "push_to_hub: true, but the hub does not answer"),
     ("--report_to wandb", "report_to: 'wandb' is not installed"),
     ("--use_liger_kernel true", "use_liger_kernel: true is not installed"),
-    ("--use_cpu false --bf16 true", "bf16: true needs a GPU, and there is none here", "CKP"),
+    (
+        "--use_cpu false --bf16 true",
+        "bf16: true needs a GPU, and there is none here",
+        {COMMAND, DOCTOR, PYTHON},
+    ),
     (
         "--use_cpu false --bf16 false --fp16 true",
         "fp16: true needs a GPU, and there is none here",
-        "CKP",
+        {COMMAND, DOCTOR, PYTHON},
     ),
     (
         "--per_device_train_batch_size 6 --num_generations 4",
@@ -542,7 +563,7 @@ REFUSED_COMMANDS: list[
     (
         "--model_name_or_path HERE/sft --lora_r 16",
         "lora_r: 16, but the adapter 'HERE/sft' has r: 4 and goes on",
-        "CDK",
+        {COMMAND, DRY_RUN, DOCTOR},
     ),
     (
         "--model_name_or_path HERE/baseless",
@@ -590,16 +611,28 @@ REFUSED_COMMANDS: list[
         "--min_pixels 9000 --max_pixels 800",
         "min_pixels: 9000 must be above 0 and at most max_pixels: 800",
     ),
-    ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", "CK"),
+    ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", {COMMAND, DOCTOR}),
     (
         "--adora_prompt <image>{problem}<image>",
         "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text "
         "has 2 <image> with",
-        "CDK",
+        {COMMAND, DRY_RUN, DOCTOR},
     ),
-    ("--dataset_name HERE/few", "dataset: 'HERE/few' split 'train' lacks the column", "CDK"),
-    ("--dataset_name HERE/twice", "dataset_name: 'HERE/twice' has the row 'a' twice", "CDK"),
-    ("--dataset_train_split dev", "dataset: 'HERE/data' has no split 'dev'", "CDK"),
+    (
+        "--dataset_name HERE/few",
+        "dataset: 'HERE/few' split 'train' lacks the column",
+        {COMMAND, DRY_RUN, DOCTOR},
+    ),
+    (
+        "--dataset_name HERE/twice",
+        "dataset_name: 'HERE/twice' has the row 'a' twice",
+        {COMMAND, DRY_RUN, DOCTOR},
+    ),
+    (
+        "--dataset_train_split dev",
+        "dataset: 'HERE/data' has no split 'dev'",
+        {COMMAND, DRY_RUN, DOCTOR},
+    ),
     (
         "--use_vllm true --max_completion_length 4 --vllm_max_model_length 9",
         "vllm_max_model_length: 9 is too short",
@@ -631,10 +664,10 @@ REFUSED_COMMANDS: list[
     (
         '--adora_columns {"problem":"q"}',
         "adora_columns: {'problem': 'q'} names columns of a table, but",
-        "CDK",
+        {COMMAND, DRY_RUN, DOCTOR},
     ),
     ("--output_dir /tmp/..", "output_dir: '/tmp/..' is the root of the file system"),
-    ("--output_dir null", "output_dir: null is no folder", "CDK"),
+    ("--output_dir null", "output_dir: null is no folder", {COMMAND, DRY_RUN, DOCTOR}),
     ("--output_dir /", "output_dir: '/' is the root of the file system"),
     ("--output_dir HERE/file", "output_dir: 'HERE/file'"),
     (
@@ -644,7 +677,7 @@ REFUSED_COMMANDS: list[
     (
         "--output_dir HERE/other",
         "output_dir: 'HERE/other' holds checkpoint-10 of another run: ",
-        "CDK",
+        {COMMAND, DRY_RUN, DOCTOR},
     ),
     (
         "--output_dir HERE/other --resume_from_checkpoint true",
@@ -653,7 +686,7 @@ REFUSED_COMMANDS: list[
     (
         "--output_dir HERE/other",
         "output_dir: 'HERE/other' holds checkpoint-10 of a run; train(resume_from",
-        "P",
+        {PYTHON},
     ),
     (
         "--output_dir HERE/broken --resume_from_checkpoint true",
@@ -671,8 +704,9 @@ def refusal_line(entry_point: str, command_line: str, folder: Path, output: Path
     """Return the line with which an entry point refuses a command, which may write no file.
 
     Args:
-        entry_point: C is the command, D its dry run, K the doctor, P a start from Python.
-        command_line: the arguments, with HERE for the folder.
+        entry_point: one of `ALL_ENTRY_POINTS`.
+        command_line: the arguments, with HERE for the folder, and the placeholders of
+            `KEYS_BY_PLACEHOLDER` for keys that several rows need.
         folder: has the wrong inputs.
         output: the `output_dir` of the run.
     """
@@ -697,7 +731,7 @@ def refusal_line(entry_point: str, command_line: str, folder: Path, output: Path
         START_BY_ENTRY_POINT[entry_point]([*common_arguments, *BATCH_OF_ONE_GROUP, *arguments])
     except UserError as error:
         line = str(error).replace(str(folder), "HERE")
-    except Exception as error:  # a traceback, which the table names
+    except Exception as error:  # an error that a user would see as a traceback
         line = f"{type(error).__name__}: {error}"
     else:
         line = "nothing was refused"
@@ -714,8 +748,13 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_entry_point(
     All rows are tried, and those with another line are listed together.
     """
     wrong_lines = []
-    for command_line, line_begins_with, *entry_points in REFUSED_COMMANDS:
-        if entry_points and entry_point not in entry_points[0]:
+    for refused_command in REFUSED_COMMANDS:
+        command_line = refused_command[0]
+        line_begins_with = refused_command[1]
+        refusing_entry_points = (
+            refused_command[2] if len(refused_command) == 3 else ALL_ENTRY_POINTS
+        )
+        if entry_point not in refusing_entry_points:
             continue
         line = refusal_line(entry_point, command_line, folder_of_wrong_inputs, tmp_path / "run")
         if not line.startswith(line_begins_with) or "\n" in line:
@@ -745,9 +784,9 @@ def test_the_reward_steps_is_accepted_on_every_entry_point_where_rows_have_figur
     dataset = equal_rows().add_column("figure", figures)
     folder = tmp_path / "data" / "data"
     folder.mkdir(parents=True)
-    names = [f"a/{number}" for number in range(20)]
-    of_folder = dataset.remove_columns("prompt").add_column("problem", ["Find x."] * 20)
-    of_folder.add_column("id", names).to_parquet(folder / "train-00000.parquet")
+    row_ids = [f"a/{number}" for number in range(20)]
+    prepared_dataset = dataset.remove_columns("prompt").add_column("problem", ["Find x."] * 20)
+    prepared_dataset.add_column("id", row_ids).to_parquet(folder / "train-00000.parquet")
     argv = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
@@ -758,7 +797,7 @@ def test_the_reward_steps_is_accepted_on_every_entry_point_where_rows_have_figur
     ]
     argv += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
     argv += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
-    if entry_point == "P":
+    if entry_point == PYTHON:
         start_from_python(argv, dataset)
     else:
         START_BY_ENTRY_POINT[entry_point](argv)
@@ -1081,7 +1120,7 @@ def test_a_missing_or_old_vllm_is_refused_on_every_entry_point(monkeypatch):
             "installed_version",
             lambda name, pretended=pretended: {name: real_version(name), **pretended}[name],
         )
-        for entry_point in ("C", "D", "P"):
+        for entry_point in (COMMAND, DRY_RUN, PYTHON):
             with pytest.raises(UserError, match=expected):
                 START_BY_ENTRY_POINT[entry_point](
                     [

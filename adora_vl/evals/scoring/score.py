@@ -330,7 +330,7 @@ def groups_from_metadata(row: Prediction, names: Sequence[str]) -> dict[str, lis
 
 
 def _image_size_group(pixels: int) -> str:
-    """Return the group of images to which one of so many pixels belongs, such as `to 256x256`."""
+    """Return the group of an image with this number of pixels, such as `to 256x256`."""
     for limit, name in _IMAGE_SIZE_GROUPS:  # in ascending order of the limits
         if pixels <= limit:
             return name

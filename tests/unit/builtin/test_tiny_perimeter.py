@@ -7,7 +7,6 @@ import random
 import runpy
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -30,8 +29,8 @@ from adora_vl.synthetic.perimeter import (
     sides_in_problem,
     write_working,
 )
+from tests.support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[3]
 STORED_START = FOLDER_BY_TINY_MODEL[TINY_PERIMETER_MODEL]
 
 
@@ -88,7 +87,7 @@ def test_a_working_is_right_unless_it_slips_anywhere():
 
 def test_the_demos_reward_counts_every_step():
     """A working with a wrong step gets no reward, though it ends in the right digit."""
-    reward_file = ROOT / "configs" / "train" / "every_step.py"
+    reward_file = REPOSITORY / "configs" / "train" / "every_step.py"
     every_step = runpy.run_path(str(reward_file))["every_step"]
     rng = random.Random(1)
     sides = (4, 7, 8, 5)

@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,9 +23,9 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import grade
 from adora_vl.synthetic.generate import generate
 
-# the demo's rollouts per prompt
-NUM_ROWS = 600
-GROUP_SIZE = 8
+ROW_COUNT = 600  # drawn problems, over all families
+GROUP_SIZE = 8  # the demo's rollouts per prompt
+# The families of problems, divided by kind where a family has several.
 EXPECTED_SUBTYPES = {
     "isosceles",
     "polygon",
@@ -43,50 +43,77 @@ MOST_ATTENUATED_SHARE = 0.1
 
 @dataclass
 class SubtypeFigures:
-    """Tokens of the right workings and of the slips, and whether each mixed group is attenuated."""
+    """The lengths of a subtype's answers in tokens, and which of its groups would be attenuated.
 
-    right: list[int] = field(default_factory=list)
-    slip: list[int] = field(default_factory=list)
-    attenuated: list[bool] = field(default_factory=list)
+    A group of answers to one problem is mixed if some are right and others wrong. ADORA gives an
+    attenuated group, called TDS, a weight of 0.1 in place of 1.
+    """
+
+    right_lengths: list[int] = field(default_factory=list)
+    wrong_lengths: list[int] = field(default_factory=list)
+    is_attenuated_by_group: list[bool] = field(default_factory=list)  # mixed groups alone
 
     @property
-    def tds_share(self) -> float:
-        return fmean(self.attenuated)
+    def attenuated_share(self) -> float:
+        return fmean(self.is_attenuated_by_group)
+
+
+class TeacherAnswers(NamedTuple):
+    """The two answers that the tiny model's teacher has to a problem: a right and a wrong one."""
+
+    subtype: SubtypeFigures
+    wrong_share: float  # how often the teacher gives the wrong answer
+    right_reward: float
+    wrong_reward: float
 
 
 def measure_subtypes(tokenizer: Any, rows: list[Row]) -> dict[str, SubtypeFigures]:
-    """Measure how groups of each subtype look to the demo's criterion.
+    """Measure which groups of each subtype the demo's criterion, the length of answers, attenuates.
 
-    A group has `GROUP` answers by the teacher, whose wordings are drawn from all workings of its
-    subtype.
+    A group has `GROUP_SIZE` answers by the teacher, whose lengths are drawn from those of all
+    answers to its subtype. `SLIPS` says how often the teacher answers wrong in each family.
     """
     subtypes: dict[str, SubtypeFigures] = defaultdict(SubtypeFigures)
-    judged: list[tuple[SubtypeFigures, float, tuple[float, float]]] = []
+    answers_by_problem: list[TeacherAnswers] = []
     for row in rows:
         meta = row["meta"]
         subtype = subtypes[", ".join(filter(None, (meta["family"], meta["kind"])))]
-        right = meta["solution"]
-        slip = meta["slip"]
-        subtype.right.append(len(tokenizer(right + END_OF_TURN)["input_ids"]))
-        subtype.slip.append(len(tokenizer(slip + END_OF_TURN)["input_ids"]))
-        rewards = [
-            1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1
-            for text in (right, slip)
-        ]
-        judged.append((subtype, SLIPS[meta["family"]], (rewards[0], rewards[1])))
+        right_solution = meta["solution"]
+        wrong_solution = meta["slip"]
+        subtype.right_lengths.append(len(tokenizer(right_solution + END_OF_TURN)["input_ids"]))
+        subtype.wrong_lengths.append(len(tokenizer(wrong_solution + END_OF_TURN)["input_ids"]))
+        answers_by_problem.append(
+            TeacherAnswers(
+                subtype=subtype,
+                wrong_share=SLIPS[meta["family"]],
+                right_reward=reward_in_demo(right_solution, row["answer"]),
+                wrong_reward=reward_in_demo(wrong_solution, row["answer"]),
+            )
+        )
     rng = random.Random(0)
-    for subtype, share, rewards_of in judged:
-        slips = [rng.random() < share for _ in range(GROUP_SIZE)]
-        lengths_PG = torch.tensor(
-            [[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]]
+    for answers in answers_by_problem:
+        subtype = answers.subtype
+        is_wrong = [rng.random() < answers.wrong_share for _ in range(GROUP_SIZE)]
+        lengths = []
+        rewards = []
+        for wrong in is_wrong:
+            lengths.append(rng.choice(subtype.wrong_lengths if wrong else subtype.right_lengths))
+            rewards.append(answers.wrong_reward if wrong else answers.right_reward)
+        lengths_PG = torch.tensor([lengths])
+        group = Groups(
+            rewards_PG=torch.tensor([rewards]),
+            lengths_PG=lengths_PG,
+            truncated_PG=torch.zeros_like(lengths_PG, dtype=torch.bool),
         )
-        rewards_PG = torch.tensor([[rewards_of[slip] for slip in slips]])
-        group = weigh_groups(
-            Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool))
-        )
-        if len(set(rewards_PG[0].tolist())) > 1:  # mixed
-            subtype.attenuated.append(bool(group.tds_P.item()))
+        is_mixed = len(set(rewards)) > 1
+        if is_mixed:
+            subtype.is_attenuated_by_group.append(bool(weigh_groups(group).tds_P.item()))
     return subtypes
+
+
+def reward_in_demo(solution: str, gold: str) -> float:
+    """Return the reward that the demo gives a boxed answer: 1 if it is right, else 0.1."""
+    return 1.0 if grade(solution, gold).verdict == "correct" else 0.1
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +123,21 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def drawn_rows() -> list[Row]:
-    return list(generate(NUM_ROWS, seed=1000))
+    return list(generate(ROW_COUNT, seed=1000))
 
 
 def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, drawn_rows: list[Row]) -> None:
     subtypes = measure_subtypes(tokenizer, drawn_rows)
     assert subtypes.keys() == EXPECTED_SUBTYPES
     for name, subtype in subtypes.items():
-        assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
-        assert subtype.tds_share <= MOST_ATTENUATED_SHARE, name
+        # With fewer mixed groups than these the share would mean nothing.
+        assert len(subtype.is_attenuated_by_group) >= 20, name
+        assert subtype.attenuated_share <= MOST_ATTENUATED_SHARE, name
         # Two answers differ by a token at least. More than one apart in the mean is no accident of
         # the digits.
-        assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
-    assert (
-        fmean(subtypes["crossing, vertical"].right)
-        > fmean(subtypes["crossing, vertical"].slip)
-        > 17
-    )
+        assert fmean(subtype.right_lengths) > fmean(subtype.wrong_lengths) + 1, name
+    vertical_angles = subtypes["crossing, vertical"]
+    assert fmean(vertical_angles.right_lengths) > fmean(vertical_angles.wrong_lengths) > 17
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(drawn_rows: list[Row]) -> None:

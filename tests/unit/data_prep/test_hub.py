@@ -28,6 +28,7 @@ from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
 from tests.support.geometry3k import run_prepare_geometry3k, stderr_of_refusal
+from tests.support.paths import REPOSITORY
 from tests.support.user_tables import (
     EXPECTED_FIELDS_BY_ID,
     read_fields_by_id,
@@ -35,7 +36,6 @@ from tests.support.user_tables import (
     write_hub_parquet,
 )
 
-REPOSITORY = Path(__file__).parents[3]
 # commits
 OLD_COMMIT = "1" * 40
 NEW_COMMIT = "2" * 40

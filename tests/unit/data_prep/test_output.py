@@ -32,6 +32,7 @@ from data_prep.survey import survey_dataset
 from tests.support.cases import CaseFolder
 from tests.support.disk import file_contents
 from tests.support.geometry3k import run_prepare_geometry3k, write_problem_folder
+from tests.support.paths import REPOSITORY
 
 
 def prepare_synthetic(output: Path, rows: int = 3, *options: str) -> int:
@@ -41,16 +42,16 @@ def prepare_synthetic(output: Path, rows: int = 3, *options: str) -> int:
     )
 
 
-def interrupt_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """Interrupt the drawing at the problem with this index."""
+def interrupt_at_row(monkeypatch: pytest.MonkeyPatch, row_index: int) -> None:
+    """Interrupt the drawing of rows, as Ctrl-C does, at the row with this index."""
 
-    def failing_draw(count: int, **options: Any) -> Iterator[SyntheticProblem]:
+    def draw_until_interrupted(count: int, **options: Any) -> Iterator[SyntheticProblem]:
         for index, problem in enumerate(draw_problems(count, **options)):
-            if index == failing:
+            if index == row_index:
                 raise KeyboardInterrupt
             yield problem
 
-    monkeypatch.setattr("adora_vl.synthetic.generate.draw_problems", failing_draw)
+    monkeypatch.setattr("adora_vl.synthetic.generate.draw_problems", draw_until_interrupted)
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
@@ -216,9 +217,6 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
     train.unlink()
     with pytest.raises(UserError, match="^dataset: .* has no rows; prepare it again"):
         survey_dataset(tmp_path)
-
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def synthetic_command(output: Path, rows: int) -> list[str]:

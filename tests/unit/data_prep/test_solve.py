@@ -35,9 +35,9 @@ from data_prep.question_words import question_in_words
 from data_prep.solved_rows import features_with_figure, rows_of_solvable_forms
 from data_prep.variants import OriginalProblem, make_variants
 from tests.support.geometry_forms import logic_form
+from tests.support.paths import REPOSITORY
 from tests.support.pictures import encode_picture
 
-ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
 POINTS = {
     "A": [0.0, 200.0],
@@ -392,14 +392,19 @@ def assert_refused_in_training(folder: Path) -> None:
 
 
 def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
-    """No prompt of a shipped config shows the column `figure`, which has the solution."""
+    """No prompt of a shipped config shows the column `figure`, which has the solved coordinates.
+
+    It does so in no view either: a view shows the model the picture, its facts in words, both, or a
+    grey picture. `--keep-leaks` keeps problems that both splits have, since the forms are few.
+    """
     folder = tmp_path / "geo"
     source = ["geometry3k", "--source", "facts", "--input", str(write_forms(tmp_path))]
     assert main([*source, "--output", str(folder), "--workers", "1", "--keep-leaks"]) == 0
     figures = [row["figure"] for row in stored_rows(folder, "train")]
     assert all(figures)
     prompts = [None, DEFAULT_PROMPT]
-    for config in (ROOT / "configs").rglob("*.yaml"):
+    for config in (REPOSITORY / "configs").rglob("*.yaml"):
+        # The template of the prompts, such as `{problem}`.
         prompt = (yaml.safe_load(config.read_text()) or {}).get("adora_prompt")
         if isinstance(prompt, str):
             prompts.append(prompt)
@@ -414,7 +419,9 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             for problem in apply_view(problems, view):
                 problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
+                # The key under which a stored figure has its coordinates.
                 assert '"at"' not in problem.prompt
+    # At least two problems were looked at in each view.
     assert problem_count >= 2 * len(DESCRIPTION_BY_VIEW)
 
 

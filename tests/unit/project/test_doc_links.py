@@ -6,11 +6,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.support.paths import REPOSITORY
+
 PAGES = sorted(
     page
     for folder in (".", "docs", "benchmarks", "adora_vl/models/shapes")
-    for page in (ROOT / folder).glob("*.md")
+    for page in (REPOSITORY / folder).glob("*.md")
 )
 EARLIER_COMMIT_PATTERN = re.compile(r"(git checkout|at commit) [0-9a-f]{8}\b")
 OUR_FOLDERS_PATTERN = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
@@ -54,9 +55,9 @@ def missing_names(text: str) -> list[str]:
         rf"(?<![\w./-])((?:{OUR_FOLDERS_PATTERN})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text
     )
     modules = re.findall(rf"-m ((?:{OUR_FOLDERS_PATTERN})(?:\.\w+)*)", text)
-    path_by_module = {module: ROOT / module.replace(".", "/") for module in modules}
+    path_by_module = {module: REPOSITORY / module.replace(".", "/") for module in modules}
     return [
-        path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()
+        path for path in paths if not (REPOSITORY / path).exists() and not Path(path).stem.isupper()
     ] + [
         module
         for module, module_path in path_by_module.items()
@@ -70,6 +71,6 @@ def test_what_a_page_links_to_and_names_exists():
     for page in PAGES:
         text = page.read_text()
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        missing[str(page.relative_to(ROOT))] = broken_links(page, prose) + missing_names(text)
+        missing[str(page.relative_to(REPOSITORY))] = broken_links(page, prose) + missing_names(text)
     assert len(PAGES) > 10
     assert {page: names for page, names in missing.items() if names} == {}

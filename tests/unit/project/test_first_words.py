@@ -11,8 +11,7 @@ from pathlib import Path
 
 from adora_vl.__main__ import DESCRIPTION_BY_COMMAND, main
 from adora_vl.utils.cli import announce_imports
-
-ROOT = Path(__file__).parents[3]
+from tests.support.paths import REPOSITORY
 
 
 def test_the_package_lists_its_commands(capsys):
@@ -41,7 +40,7 @@ def test_a_command_is_run_by_its_name_also_beside_a_folder_of_the_same_name(tmp_
     result = subprocess.run(
         [sys.executable, "-m", "adora_vl", "eval", "geometry", "run"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
     )
@@ -74,10 +73,10 @@ def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
 
 def test_the_notebooks_open_what_the_demo_leaves():
     """Each run that a notebook names is one that `setup/demo.sh` writes."""
-    script = (ROOT / "setup/demo.sh").read_text()
+    script = (REPOSITORY / "setup/demo.sh").read_text()
     [folder] = re.findall(r'^out="\$\{1:-(.+)\}"$', script, re.M)
     run_folders = {f"../{folder}/{run}" for run in re.findall(r'\$out/(\w+)"', script)}
-    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for notebook in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
         cells = json.loads(notebook.read_text())["cells"]
         code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
         texts = {

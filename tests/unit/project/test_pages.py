@@ -20,9 +20,9 @@ import pytest
 
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from tests.support.endpoint_server import completion_reply
+from tests.support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[3]
-ARCHITECTURE_TEXT = (ROOT / "docs" / "architecture.md").read_text()
+ARCHITECTURE_TEXT = (REPOSITORY / "docs" / "architecture.md").read_text()
 
 
 def section_of_page(title: str) -> str:
@@ -32,7 +32,10 @@ def section_of_page(title: str) -> str:
 
 def resolve_path(path: str) -> Path | None:
     """Resolve a path of the page, which is below the repository or below `adora_vl/`."""
-    return next((home / path for home in (ROOT, ROOT / "adora_vl") if (home / path).exists()), None)
+    return next(
+        (home / path for home in (REPOSITORY, REPOSITORY / "adora_vl") if (home / path).exists()),
+        None,
+    )
 
 
 def names_defined_in(path: Path) -> set[str]:
@@ -68,7 +71,7 @@ def test_the_rooms_stand_in_the_order_of_their_floors():
 
     A part that is left out is one that a newcomer does not find.
     """
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ][0]
     floors = [re.split(r" [|:] ", layer) for layer in contract["layers"]]
@@ -85,9 +88,9 @@ def test_the_rooms_stand_in_the_order_of_their_floors():
     assert rooms == []
 
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 # The other notebooks read the runs of `make demo`.
-TRAINING_NOTEBOOK = ROOT / "notebooks" / "first_training.ipynb"
+TRAINING_NOTEBOOK = REPOSITORY / "notebooks" / "first_training.ipynb"
 
 
 def code_cells(notebook: Path) -> list[dict[str, Any]]:
@@ -158,7 +161,7 @@ def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt
     server = start_server(lambda body, call: completion_reply("so x = 5", finish_reason="stop"))
     (code_block,) = re.findall(
         r"```python\n(import base64.*?)```",
-        (ROOT / "docs" / "evaluation.md").read_text(),
+        (REPOSITORY / "docs" / "evaluation.md").read_text(),
         re.DOTALL,
     )
     PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "problem.png")

@@ -6,12 +6,12 @@ sentences alone.
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.support.paths import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # The appendix of the experiments is what a reader of a table goes to for how it came about.
 PAGES_WITHOUT_LIMIT = ("experiments_appendix",)
 MOST_WORDS_A_SENTENCE = 16  # of a sentence, on average

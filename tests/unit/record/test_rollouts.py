@@ -49,7 +49,10 @@ def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str
 def write_step(
     folder: Path, step: int, settings: dict[str, object] | None = None
 ) -> record_files.RecordFile:
-    """Write a file of the record with the four rollouts of one step."""
+    """Write a file of the record with the four rollouts of one step.
+
+    `settings` are stored as metadata of the file, under the key `adora_vl`.
+    """
     columns = columns_of_step(step)
     table = rollouts.make_table(columns, settings or {})
     return record_files.write_record_file(folder, table, first_step=step, last_step=step)
@@ -68,7 +71,8 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def four_rollouts_of(steps: Iterable[int]) -> list[int]:
-    """What `recorded_steps` gives where each step has its four rollouts, once."""
+    """Return what `recorded_steps` has to be if each step has its four rollouts once: [1, 1, 1,
+    1]."""
     expected: list[int] = []
     for step in steps:
         expected += [step] * 4
@@ -214,14 +218,14 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder = tmp_path / str(step)
         folder.mkdir()
         for number in range(1, 41):
-            write_step(folder, number, settings={"kept": 1})
+            write_step(folder, number, settings={"num_generations": 4})
             record_files.merge_small_record_files(folder)
         record_files.delete_steps_after(folder, step)
         newest_file = record_files.list_record_files(folder)[-1]
         metadata = read_record(folder).schema.metadata
         assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
         assert newest_file.last_step == step
-        assert b"adora_vl" in metadata
+        assert b"adora_vl" in metadata  # the settings are still there
         # a start at 0 deletes the record, and what is no part of it stays
         notes = folder / "notes.txt"
         notes.write_text("somebody else's")

@@ -124,9 +124,9 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(tracked_run):
 
 @needs_tracker("trackio")
 @pytest.mark.slow
-def test_trackio_has_them_with_rollouts_and_images_and_stays_here(tracked_run):
-    """trackio writes a SQLite database, with the pictures in files beside it."""
-    folder = tracked_run.parent / "trackio"
+def test_trackio_has_metrics_rollouts_and_images_on_this_machine(tracked_run):
+    """trackio writes a SQLite database beside the run, with the pictures in files beside it."""
+    folder = tracked_run.parent / "trackio"  # `tracked_run` is the run's `output_dir`
     with sqlite3.connect(folder / "tracked.db") as database:
         lines = [
             json.loads(text)
