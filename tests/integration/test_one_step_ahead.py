@@ -150,7 +150,7 @@ def test_two_generations_ahead_are_sampled_by_weights_of_two_steps_before_and_en
         tmp_path / "one",
         tmp_path / "killed",
         server,
-        after=2,
+        killed_after_step=2,
         **keys,
     )
 
@@ -286,7 +286,9 @@ def fails(completions, trainer_state, **kwargs):
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
     """The run is killed after step 2 of 4, and ends with the weights of one that was not."""
     assert main(server_run_arguments(tmp_path / "whole", server)) == 0
-    assert_equal_end_after_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
+    assert_equal_end_after_kill(
+        tmp_path / "whole", tmp_path / "killed", server, killed_after_step=2
+    )
     assert _groups_by_weights(server, max_tokens=32) == [4, 0], (
         "of generations 3 and 4 the first was in the checkpoint"
     )

@@ -182,7 +182,7 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         tmp_path / "whole",
         tmp_path / "killed",
         server,
-        after=2,
+        killed_after_step=2,
         **keys,
     )
 

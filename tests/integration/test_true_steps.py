@@ -104,7 +104,7 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
         uninterrupted,
         killed,
         server,
-        after=2,
+        killed_after_step=2,
         **keys,
     )
 

@@ -27,6 +27,7 @@ ZOOM_CALL_TEXT = (
     '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
     "</tool_call><|im_end|>"
 )
+# The source of a reward that depends on the length of an answer alone.
 REWARD_BY_LENGTH = """
 def reward(completions, **kwargs):
     return [float(len(str(completion)) % 3 == 0) for completion in completions]
@@ -71,7 +72,12 @@ def read_step_metrics(folder: Any) -> list[dict[str, Any]]:
 
 
 def assert_equal_end_after_kill(
-    uninterrupted: Path, killed: Path, server: FakeVLLMServer, *, after: int, **keys: Any
+    uninterrupted: Path,
+    killed: Path,
+    server: FakeVLLMServer,
+    *,
+    killed_after_step: int,
+    **keys: Any,
 ) -> None:
     """Assert that a run that was killed and resumed ends with the weights of one that was not.
 
@@ -82,12 +88,12 @@ def assert_equal_end_after_kill(
         uninterrupted: the folder of the run that was not killed.
         killed: a folder that does not exist. It gets the files that the same run has after a kill.
         server: the fake server that sampled for the first run, and samples for the resumed one.
-        after: the step after whose checkpoint the run is killed.
+        killed_after_step: the step after whose checkpoint the run is killed.
         keys: the keys of both runs.
     """
     shutil.copytree(uninterrupted, killed)
     for folder in killed.glob("checkpoint-*"):
-        if int(folder.name.split("-")[1]) > after:
+        if int(folder.name.split("-")[1]) > killed_after_step:
             shutil.rmtree(folder)
     (killed / "model.safetensors").unlink()
     server.start_again()
@@ -96,8 +102,9 @@ def assert_equal_end_after_kill(
     assert (killed / "model.safetensors").read_bytes() == (
         uninterrupted / "model.safetensors"
     ).read_bytes()
-    ages = [
+    # How many optimizer steps old the weights are that sampled each step's rollouts.
+    staleness_by_run = [
         [step.get("adora/staleness") for step in read_step_metrics(folder)]
         for folder in (uninterrupted, killed)
     ]
-    assert ages[0] == ages[1]
+    assert staleness_by_run[0] == staleness_by_run[1]

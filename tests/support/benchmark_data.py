@@ -22,6 +22,7 @@ from eval.mathvista import build_query
 
 
 def _string_columns(*names: str) -> dict[str, Value]:
+    """Return columns of texts with these names, for the features of a data set."""
     return {name: Value("string") for name in names}
 
 
@@ -149,6 +150,7 @@ def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _write_images(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the picture of each row where its column `image` says."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for row in rows:
         (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])

@@ -23,8 +23,8 @@ _FLAGS_AGAINST_BACKGROUND_REQUESTS = [
     "--disable-quic",
     "--disable-gpu",
 ]
-# Texts of the page that are no words but values of JavaScript, which an element was made of by
-# mistake.
+# Returns the texts of the page that are values of JavaScript, such as `undefined`, which a script
+# shows by mistake.
 _UNFORMATTED_VALUES_SCRIPT = """(() => {
   const texts = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -64,11 +64,12 @@ class Browser:
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Load a file and wait until its own script has shown all of it."""
-        # Another fragment of the same file alone would load nothing.
+        # A page that differs from the present one by its fragment alone would not be loaded.
         self.page.goto("about:blank")
         self.errors.clear()
         self.requests.clear()
         self.page.goto(path.as_uri() + fragment)
+        # The page's own script removes the element `status` when all of it is shown.
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
         assert self.evaluate(_UNFORMATTED_VALUES_SCRIPT) == [], "texts of the page are bare values"
 
@@ -160,8 +161,8 @@ def open_chromium(home: Path) -> Iterator[Browser]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Return a tab of Chromium for the tests of a file; without Chromium they are skipped."""
     require_chromium()
-    with open_chromium(tmp_path_factory.mktemp("chromium")) as started:
-        yield started
+    with open_chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
 
 
 def assert_attack_runs_unescaped(attack: str, browser: Browser, folder: Path) -> None:
@@ -170,9 +171,9 @@ def assert_attack_runs_unescaped(attack: str, browser: Browser, folder: Path) ->
     The script changes the page's title to "owned". Without this, a test that sees no script run in
     a report page would prove nothing.
     """
-    unsafe = folder / "unsafe.html"
-    unsafe.write_text(f"<!doctype html><title>fine</title><p>{attack}</p>")
-    browser.open(unsafe)
+    unescaped_page = folder / "unsafe.html"
+    unescaped_page.write_text(f"<!doctype html><title>fine</title><p>{attack}</p>")
+    browser.open(unescaped_page)
     browser.wait("document.title === 'owned'")
 
 

@@ -12,12 +12,12 @@ def limit_file_size(size: int) -> Iterator[None]:
 
     The kernel refuses the bytes after that (RLIMIT_FSIZE), whichever library writes them.
     """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits_before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
 
 
 def folder_contents(folder: Path) -> dict[str, bytes | None]:

@@ -15,9 +15,11 @@ from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
 from tests.support.pictures import draw_figure, encode_picture
 
+# The columns of `hiyouga/geometry3k` on the hub.
 HUB_FEATURES = Features(
     {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
 )
+# The `data.json` of a problem that nothing is wrong with.
 GOOD_PROBLEM = {
     "problem_text": "Find m \\widehat A B.",
     "choices": ["5", "5 \\sqrt { 3 }"],
@@ -110,7 +112,7 @@ def stderr_of_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str
 
 
 def read_only_row(output: Path, split: str = "train") -> Row:
-    """Return the one row of a prepared folder's split."""
+    """Return the row of a prepared folder's split, which has to be the only one."""
     (row,) = stored_rows(output, split)
     return row
 

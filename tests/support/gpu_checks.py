@@ -7,7 +7,7 @@ from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import CheckLine, CheckResult, table
 
-SMALL_ON_CPU = Setting(full=False, device=torch.device("cpu"))
+SMALL_CHECKS_ON_CPU = Setting(full=False, device=torch.device("cpu"))
 CHECKS_FOR_A_GPU_ENGINE = ["recipe_v1", "four_bit"]
 
 
@@ -19,7 +19,7 @@ def check_named(name: str) -> GPUCheck:
 
 def run_check_on_cpu(name: str) -> list[CheckLine]:
     """Run a check at its small size, and return the lines of the table that it prints."""
-    return list(checks.lines_until_error(check_named(name), SMALL_ON_CPU))
+    return list(checks.lines_until_error(check_named(name), SMALL_CHECKS_ON_CPU))
 
 
 def failed_lines(lines: list[CheckLine]) -> list[CheckLine]:

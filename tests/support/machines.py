@@ -26,6 +26,8 @@ from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 600  # for anything that a run does
 _CABLE_INTERFACE = "cable0"  # the network interface of each machine
+# The script that stands in for `ssh`: its arguments are an option, the name of a machine and a
+# command, which one of the two scripts below runs.
 _SSH_STAND_IN = """#!/bin/bash
 shift 2  # -o BatchMode=yes
 export TEST_MACHINE="$TEST_MARK-$1"
@@ -70,16 +72,18 @@ class TwoMachines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Every process of the test has it in its environment, so that it can be found and ended.
         self.mark = uuid.uuid4().hex
         self.hosts = [f"{name}-{os.getpid()}-{self.mark[:6]}" for name in ("one", "two")]
         self.disks = folder / "disks"
-        self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
+        may_make_namespaces = os.geteuid() == 0 and shutil.which("ip") is not None
+        self.has_namespaces = may_make_namespaces and self._connect_namespaces()
 
-    def _connected(self) -> bool:
+    def _connect_namespaces(self) -> bool:
         """Make two namespaces with a cable between them, and tell whether that succeeded."""
         first, second = self.hosts
         _remove_orphans()
-        completed = all(_run_ip("netns", "add", host) for host in self.hosts)
+        has_succeeded = all(_run_ip("netns", "add", host) for host in self.hosts)
         cable = [
             "link",
             "add",
@@ -94,20 +98,22 @@ class TwoMachines:
             "netns",
             second,
         ]
-        completed = completed and _run_ip(*cable)
+        has_succeeded = has_succeeded and _run_ip(*cable)
         for number, host in enumerate(self.hosts, 1):
-            completed = completed and _run_ip(
+            has_succeeded = has_succeeded and _run_ip(
                 "-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE_INTERFACE
             )
-            completed = completed and all(
+            has_succeeded = has_succeeded and all(
                 _run_ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE_INTERFACE)
             )
-        return completed
+        return has_succeeded
 
     def __enter__(self) -> TwoMachines:
         self.folder.mkdir(parents=True, exist_ok=True)
         ssh = self.folder / "ssh"
-        ssh.write_text(_SSH_STAND_IN + (_RUN_IN_NAMESPACE if self.apart else _RUN_ON_THIS_MACHINE))
+        ssh.write_text(
+            _SSH_STAND_IN + (_RUN_IN_NAMESPACE if self.has_namespaces else _RUN_ON_THIS_MACHINE)
+        )
         ssh.chmod(0o755)
         return self
 
@@ -135,17 +141,17 @@ class TwoMachines:
             "HOSTS": " ".join(self.hosts),
             "PROCESSES_PER_NODE": "1",
             "PORT": str(port),
-            "MAIN_IP": "10.77.0.1" if self.apart else "127.0.0.1",
+            "MAIN_IP": "10.77.0.1" if self.has_namespaces else "127.0.0.1",
             "ACCELERATE_CONFIG": config,
             "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
             "TEST_MARK": self.mark,
             "GRACE": "60",
-            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE_INTERFACE}" if self.apart else "",
+            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE_INTERFACE}" if self.has_namespaces else "",
             "TOKENIZERS_PARALLELISM": "false",
             "TEST_DISKS": str(self.disks),
             "TEST_OUTPUT": str(output_dir),
         }
-        with (self.folder / "said").open("w") as log:
+        with (self.folder / "output.txt").open("w") as log:
             process = subprocess.Popen(
                 ["bash", "setup/ssh/train.sh", *argv, "--output_dir", str(output_dir)],
                 cwd=REPOSITORY,
@@ -179,7 +185,7 @@ class TwoMachines:
     @property
     def output(self) -> str:
         """Return what both machines have printed since the last start."""
-        return (self.folder / "said").read_text(errors="replace")
+        return (self.folder / "output.txt").read_text(errors="replace")
 
     def kill_machine(self, number: int) -> None:
         """End every process of a machine, as a loss of its power does."""

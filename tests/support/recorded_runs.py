@@ -10,12 +10,14 @@ from PIL import Image
 from adora_vl.record.rollouts import RolloutStore
 from adora_vl.report.__main__ import main
 
+# HTML that sets the page's title to "owned" by a script, wherever a page does not escape it.
 ATTACKING_HTML = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "</script></p></article><iframe "
     "src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}<svg "
     "onload='document.title=`owned`'>"
 )
+# The settings of a method, as the record of a run has them.
 ADORA_SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 
 
@@ -24,8 +26,8 @@ VIEW_LIMITS = {"low": 400, "high": 4000, "unit": 20, "relative": False}
 
 
 def turns_with_one_zoom() -> list[dict[str, Any]]:
-    """The turns of a rollout that zooms once into the lower left of its picture, and answers."""
-    arguments = '{"x1": 0, "y1": 20, "x2": 30, "y2": 40}'
+    """Return the turns of a rollout that zooms once into its picture, and answers."""
+    arguments = '{"x1": 0, "y1": 20, "x2": 30, "y2": 40}'  # the lower left of the picture
     call = f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
     turn = {"tokens": 3, "images": list[str](), "seconds": 0.0, "failed": False}
     return [
@@ -65,7 +67,7 @@ def write_recorded_run(
         rows: dict[str, list[Any]] = {}
         for number in range(groups * rollouts):
             group, rollout = divmod(number, rollouts)
-            right = rollout < group
+            is_right = rollout < group
             row = {
                 "step": step,
                 "id": f"problem/{group}",
@@ -73,13 +75,13 @@ def write_recorded_run(
                 "choices": ["5", "$7$"],
                 "answer": "7",
                 "images": record.diagrams.store(f"problem/{group}", [picture]),
-                "verdict": "correct" if right else "wrong",
-                "extracted": "7" if right else "8",
-                "completion": f"step {step}: \\boxed{{{7 if right else 8}}}",
+                "verdict": "correct" if is_right else "wrong",
+                "extracted": "7" if is_right else "8",
+                "completion": f"step {step}: \\boxed{{{7 if is_right else 8}}}",
                 "reason": "same_number",
-                "reward": 1.0 if right else 0.1,
-                "advantage_raw": 1.5 if right else -0.5,
-                "advantage": 0.15 if right else -0.05,
+                "reward": 1.0 if is_right else 0.1,
+                "advantage_raw": 1.5 if is_right else -0.5,
+                "advantage": 0.15 if is_right else -0.05,
                 "weight": 0.1 if group == 1 else 1.0,
                 "tds": group == 1,
                 "pass_rate": group / rollouts,

@@ -78,7 +78,7 @@ def method_advantages(name, groups, options=None, scale="group"):
     """Return the advantages, (P, G), that a method makes from those of GRPO, as in the trainer.
 
     Args:
-        name: the method, a key of `METHODS` or any name of one's own.
+        name: the method, a key of `METHODS`; with `options` any name.
         groups: the groups.
         options: the object of the method; by default one with its default options.
         scale: GRPO's `scale_rewards`.
@@ -102,7 +102,7 @@ def adora_weights(
     Args:
         rewards: the rewards of each group.
         lengths: the tokens of each rollout.
-        truncated_at: rollouts of so many tokens are truncated.
+        truncated_at: rollouts of this many tokens or more are truncated.
         correct_above: rollouts with a larger reward are right.
         options: the options of ADORA.
     """

@@ -20,8 +20,9 @@ from transformers import (
 # image.
 FLOAT64_BOUND = 1e-9
 VISION_BOUND = 1e-6
-IMAGE_TOKEN = 7
-SMALL_VOCABULARY = 40  # tests draw words from 10 on: below are control tokens
+IMAGE_TOKEN = 7  # the id of the token that stands for a part of an image
+SMALL_VOCABULARY = 40  # tests draw token ids from 10 on; lower ones are control tokens
+# What the text models, and the vision towers, of all families have in common.
 TEXT_CONFIG = {
     "vocab_size": SMALL_VOCABULARY,
     "hidden_size": 32,
@@ -44,17 +45,17 @@ ROPE_PARAMETERS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section
 
 
 class Rotary(nn.Module):
-    """A rotary embedding with the frequencies of the model's own, computed in float64."""
+    """A rotary embedding with the frequencies of `rotary`, the model's own, computed in float64."""
 
     def __init__(self, rotary: Any) -> None:
         super().__init__()
         self.inv_freq = rotary.inv_freq.double()
-        self.both_halves = getattr(
+        self.angles_of_all_values = getattr(
             rotary, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
         )
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = self.both_halves(positions[..., None].double() * self.inv_freq)
+        angles = self.angles_of_all_values(positions[..., None].double() * self.inv_freq)
         return angles.cos(), angles.sin()
 
 

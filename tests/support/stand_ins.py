@@ -19,7 +19,8 @@ from adora_vl.rollout.engine_settings import EngineSettings
 
 
 @cache
-def _defaults() -> AdoraGRPOConfig:
+def _default_config() -> AdoraGRPOConfig:
+    """Return a config with the defaults, made once since that takes long."""
     return AdoraGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
 
 
@@ -28,7 +29,7 @@ def training_config(**keys: Any) -> AdoraGRPOConfig:
 
     The values are set as they are, without the checks and conversions of the constructor.
     """
-    config = copy.copy(_defaults())
+    config = copy.copy(_default_config())
     for name, value in keys.items():
         assert hasattr(config, name), f"{name} is no key"
         setattr(config, name, value)
@@ -74,7 +75,8 @@ def settings_of_engine(
     )
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _gather_of_one_process(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, as a gather does where there is one process."""
     return tensor
 
 
@@ -88,7 +90,7 @@ class FakeAccelerator:
 
     process_index: int = 0
     num_processes: int = 1
-    gather: Callable[[Tensor], Tensor] = _alone
+    gather: Callable[[Tensor], Tensor] = _gather_of_one_process
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

@@ -25,7 +25,7 @@ from adora_vl.training.old_logps import OldLogps
 from adora_vl.types import Batch
 from tests.support.step_context import step_context
 
-TABLE_VOCABULARY = 7
+TABLE_VOCABULARY = 7  # tokens
 
 
 class LogitsTable(nn.Module):
@@ -88,9 +88,9 @@ def look_up(
 
     That method returns a loss of experts as well.
     """
-    numbers_B = ids_BS[:, 0]
+    row_B = ids_BS[:, 0]  # a prompt is one token, the number of its row
     completion_ids_BC = ids_BS[:, -completion_length:]
-    logps_BC, entropies_BC = model.scores(numbers_B, completion_ids_BC)
+    logps_BC, entropies_BC = model.scores(row_B, completion_ids_BC)
     return logps_BC, entropies_BC, None
 
 

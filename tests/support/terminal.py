@@ -33,9 +33,10 @@ class RunningCommand:
     def __init__(self, config: str, output_dir: Path, argv: list[str]) -> None:
         self.output_dir = output_dir
         self._mark = uuid.uuid4().hex
-        self._read = b""
-        self._ours: int | None
-        self._ours, theirs = pty.openpty()
+        self._output_bytes = b""
+        self._test_end: int | None
+        # Two ends: what the command writes into its own is read from that of the test.
+        self._test_end, command_end = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
         self.launcher = subprocess.Popen(
             [
@@ -49,15 +50,15 @@ class RunningCommand:
             ],
             cwd=REPOSITORY,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "TEST_MARK": self._mark},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=command_end,
+            stdout=command_end,
+            stderr=command_end,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(
                 0, termios.TIOCSCTTY, 0
             ),  # or Ctrl-C and its end would be no signals
         )
-        os.close(theirs)
+        os.close(command_end)
 
     def __enter__(self) -> RunningCommand:
         return self
@@ -72,12 +73,12 @@ class RunningCommand:
     @property
     def output(self) -> str:
         """What all processes have printed so far."""
-        while self._ours is not None and select.select([self._ours], [], [], 0)[0]:
+        while self._test_end is not None and select.select([self._test_end], [], [], 0)[0]:
             try:
-                self._read += os.read(self._ours, 1 << 16)
+                self._output_bytes += os.read(self._test_end, 1 << 16)
             except OSError:  # the last process has let go of the terminal
                 break
-        return self._read.decode(errors="replace")
+        return self._output_bytes.decode(errors="replace")
 
     def wait_until(self, happened: Callable[[], bool], event: str) -> None:
         """Wait until `happened()` is true.
@@ -93,7 +94,7 @@ class RunningCommand:
             assert self.launcher.poll() is None or event == "end", (
                 f"ended before: {event}\n{self.output[-3000:]}"
             )
-            select.select([self._ours] if self._ours is not None else [], [], [], 0.1)
+            select.select([self._test_end] if self._test_end is not None else [], [], [], 0.1)
             _ = self.output
 
     def wait_for_step(self, step: int) -> None:
@@ -104,7 +105,7 @@ class RunningCommand:
         )
 
     def wait_for_output(self, text: str, times: int) -> None:
-        """Wait until the output has a text so many times."""
+        """Wait until the output has a text at least `times` times."""
         self.wait_until(lambda: self.output.count(text) >= times, text)
 
     def wait_for_the_end(self) -> int:
@@ -122,11 +123,11 @@ class RunningCommand:
 
     def press_ctrl_c(self) -> None:
         """Press Ctrl-C in the terminal, which sends SIGINT to all its processes."""
-        assert self._ours is not None
-        os.write(self._ours, b"\x03")
+        assert self._test_end is not None
+        os.write(self._test_end, b"\x03")
 
     def close_terminal(self) -> None:
         """Close the terminal, as a lost ssh connection does."""
-        if self._ours is not None:
-            os.close(self._ours)
-            self._ours = None
+        if self._test_end is not None:
+            os.close(self._test_end)
+            self._test_end = None

@@ -16,6 +16,7 @@ from data_prep.cli import main
 from tests.support.pictures import draw_figure, encode_picture
 
 PNG_FILES = [encode_picture(draw_figure(number, 60)) for number in range(4)]
+# Which column of the user's table is what, as `--columns` takes it: OURS=THEIRS.
 COLUMN_OPTIONS = (
     "problem=question",
     "answer=label",
@@ -61,6 +62,7 @@ EXPECTED_FIELDS_BY_ID = {
 
 
 def _write_pictures(folder: Path) -> list[str]:
+    """Write the pictures of the user's rows into `pics`, and return their paths in `folder`."""
     (folder / "pics").mkdir(parents=True, exist_ok=True)
     for number, content in enumerate(PNG_FILES):
         (folder / "pics" / f"{number}.png").write_bytes(content)

@@ -44,7 +44,7 @@ from benchmarks.gpu.table import (
 )
 from tests.support.gpu_checks import (
     CHECKS_FOR_A_GPU_ENGINE,
-    SMALL_ON_CPU,
+    SMALL_CHECKS_ON_CPU,
     failed_lines,
     run_check_on_cpu,
 )
@@ -137,7 +137,7 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     """With 1 MiB free, the plain head is skipped."""
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
-    (line,) = lm_head.run(replace(SMALL_ON_CPU, full=True))
+    (line,) = lm_head.run(replace(SMALL_CHECKS_ON_CPU, full=True))
     assert line.verdict is CheckResult.SKIPPED
     assert "does not fit" in line.note
 
@@ -381,7 +381,7 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
 
     results = list(
         setting.lines_while_memory_lasts(
-            replace(SMALL_ON_CPU, device=torch.device("cuda", 0)), "7B", lines()
+            replace(SMALL_CHECKS_ON_CPU, device=torch.device("cuda", 0)), "7B", lines()
         )
     )
     assert [line.verdict for line in results] == [CheckResult.OK, verdict]
@@ -398,7 +398,7 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
         yield skipped_line(name, "a test")
 
     monkeypatch.setattr(vision, "_image", note_towers)
-    assert len(list(vision.run(SMALL_ON_CPU))) == 3
+    assert len(list(vision.run(SMALL_CHECKS_ON_CPU))) == 3
     assert len(towers) == 6
     assert [describe_wrong_buffers(tower) for tower in towers] == [[]] * 6
 
@@ -478,7 +478,9 @@ def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     )
     assert engine.sleep_memory_line(setting, lambda: sleeps.append(1)).verdict is verdict
     assert len(sleeps) == engine.NUMBER_OF_SLEEPS
-    assert engine.sleep_memory_line(SMALL_ON_CPU, lambda: None).verdict is CheckResult.SKIPPED
+    assert (
+        engine.sleep_memory_line(SMALL_CHECKS_ON_CPU, lambda: None).verdict is CheckResult.SKIPPED
+    )
 
 
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
@@ -487,7 +489,7 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert engine.run_module(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "run_module", lambda *_: "not done after 1 s; stopped")
-    (line,) = engine.doctor_lines(SMALL_ON_CPU, "float32", tmp_path)
+    (line,) = engine.doctor_lines(SMALL_CHECKS_ON_CPU, "float32", tmp_path)
     assert line.verdict is CheckResult.FAIL
     assert "not done after 1 s" in line.note
 
@@ -517,7 +519,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     (tmp_path / "needs_it.py").write_text(f"import {module}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
-    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL_ON_CPU)
+    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL_CHECKS_ON_CPU)
     assert line.verdict is verdict
     assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"
