@@ -71,8 +71,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def four_rollouts_of(steps: Iterable[int]) -> list[int]:
-    """Return what `recorded_steps` has to be if each step has its four rollouts once: [1, 1, 1,
-    1]."""
+    """Return what `recorded_steps` has to give if each step has its four rollouts once."""
     expected: list[int] = []
     for step in steps:
         expected += [step] * 4
