@@ -189,7 +189,7 @@ class SyncCost(NamedTuple):
 
 
 def measure(policy: PeftModel, push: Push, way: Way, turns: int) -> SyncCost:
-    """Sync so many times in one way, and return what a sync takes."""
+    """Sync the weights `turns` times in one way, and return what a sync takes."""
     sent_bytes = 0
 
     def counted_tensors() -> Tensors:

@@ -59,8 +59,8 @@ class MeasuredWork:
     """One piece of work of the host, done in two ways."""
 
     name: str
-    unit: str  # the work is for so many of these:
-    count: float
+    unit: str  # what the work is done for, such as `token`
+    count: float  # for how many of them
     baseline: Callable[[], Any]
     ours: Callable[[], Any]
     # what the card makes of the result of ours, where it does a part of the work
@@ -99,7 +99,7 @@ def simple_words(text: str) -> dict[str, int]:
 
 
 def build_works(rollouts: int, length: int) -> list[MeasuredWork]:
-    """Return the pieces of work for so many rollouts of so many tokens.
+    """Return the pieces of work for `rollouts` rollouts of `length` tokens each.
 
     The second piece is a part of the first: it only reads log-probabilities that are there already.
     The answers have three entries of `_ANSWER_WORDS` for four tokens, and about half of them end

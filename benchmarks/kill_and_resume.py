@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 KILL_PHASES = ("rollout", "grading", "backward", "saving")
-ALLOWED_NOISE_MULTIPLE = 3.0  # so many distances of two references a killed run may be away
+# How far a killed run may be away from a reference, in distances of two references.
+ALLOWED_NOISE_MULTIPLE = 3.0
 CHILD_FLAG = "--child"
 KILL_VARIABLE = (
     "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies

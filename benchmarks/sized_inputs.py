@@ -20,7 +20,7 @@ _VISION_TOKEN_BY_KEY = {
 
 
 def image_size(tokens: int, token_side: int) -> tuple[int, int]:
-    """Return width and height in pixels of a nearly square image of about so many tokens.
+    """Return width and height in pixels of a nearly square image of about `tokens` tokens.
 
     For example, 12 tokens of 28 pixels a side are 3 columns of 4 rows: 84 by 112 pixels.
     """

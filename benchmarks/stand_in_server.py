@@ -60,7 +60,7 @@ class FakeVLLMServer:
 
         Args:
             seconds_per_token: how long a request for rollouts waits, for each token of its limit.
-            tokens: of a rollout. With `shortest` it has between so many and `tokens`.
+            tokens: tokens of the longest rollout.
             shortest: tokens of the shortest rollout; None: all have `tokens`.
             vocabulary: how many token ids there are.
             context: how many tokens prompt and answer may have together (`--max-model-len`).

@@ -71,27 +71,31 @@ def prepare_perimeter(
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     with_short_prompt = encode(processor, rows, "Answer.")
     with_full_prompt = encode(processor, rows, SYSTEM_PROMPT)
-    sides = [sides_in_problem(row["problem"], row["meta"]["solution"]) for row in rows]
+    sides_by_row = [sides_in_problem(row["problem"], row["meta"]["solution"]) for row in rows]
     answer_rng = random.Random(plan.seed)
     first_stage_rng = random.Random(plan.seed)
     second_stage_rng = random.Random(plan.seed)
 
     def batch_loss(
-        data: EncodedPrompts, rng: random.Random, answer_for: Callable[[tuple[int, ...]], str]
+        encoded_prompts: EncodedPrompts,
+        rng: random.Random,
+        answer_for: Callable[[tuple[int, ...]], str],
     ) -> Tensor:
         """Return the loss of a random batch; `answer_for` makes answers from the sides' lengths."""
         row_numbers = rng.sample(range(len(rows)), plan.batch_size)
         answers = {}
         for number in row_numbers:
-            text = answer_for(sides[number]) + END_OF_TURN
+            text = answer_for(sides_by_row[number]) + END_OF_TURN
             answers[number] = torch.tensor(processor.tokenizer(text)["input_ids"])
-        return answer_loss(model, data=data, answers=answers, row_numbers=row_numbers)
+        return answer_loss(
+            model, encoded_prompts=encoded_prompts, answers=answers, row_numbers=row_numbers
+        )
 
     def first_stage_loss(step: int) -> Tensor:
         """Return the loss of right workings, with the short prompt in the first steps."""
         is_early = step < plan.short_prompt_steps
-        data = with_short_prompt if is_early else with_full_prompt
-        return batch_loss(data, first_stage_rng, partial(write_working, answer_rng))
+        prompts = with_short_prompt if is_early else with_full_prompt
+        return batch_loss(prompts, first_stage_rng, partial(write_working, answer_rng))
 
     def second_stage_loss(_: int) -> Tensor:
         """Return the loss of the teacher's answers to the full prompt, whatever the step."""

@@ -58,7 +58,7 @@ def prepare_text(plan: TextStart) -> UntrainedModel:
         """Return the loss of a random batch, whatever the step."""
         row_numbers = rng.sample(range(len(prompts)), plan.batch_size)
         return answer_loss(
-            model, data=EncodedPrompts(prompts), answers=answers, row_numbers=row_numbers
+            model, encoded_prompts=EncodedPrompts(prompts), answers=answers, row_numbers=row_numbers
         )
 
     stage = TrainingStage(plan.steps, plan.learning_rate, loss_of)

@@ -191,9 +191,15 @@ def build_model(
     return init_random_model(make, tokenizer, seed)
 
 
-# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is
-# wrong at first.
-SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0.35, "circle": 0.7}
+# The share of wrong answers, which have a typical slip, among those that the tiny model is taught,
+# by the family of the problem. Where it is above one half, greedy decoding is wrong at first.
+SLIP_SHARE_BY_FAMILY = {
+    "isosceles": 0.7,
+    "polygon": 0.35,
+    "right_triangle": 0.7,
+    "crossing": 0.35,
+    "circle": 0.7,
+}
 
 
 @dataclass(frozen=True)
@@ -227,36 +233,40 @@ def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> 
     return EncodedPrompts(prompts=prompts, pixels=pixels.half(), grids=batch["image_grid_thw"])
 
 
-Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
+# The token ids of answers, each (T,), by the number of their row.
+Answers = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 def answer_loss(
-    model: "PreTrainedModel", data: EncodedPrompts, answers: Answers, row_numbers: list[int]
+    model: "PreTrainedModel",
+    encoded_prompts: EncodedPrompts,
+    answers: Answers,
+    row_numbers: list[int],
 ) -> Tensor:
     """Return the mean cross-entropy of the answers' tokens over a batch of problems.
 
     Args:
         model: computes the loss.
-        data: the prompts of all problems.
+        encoded_prompts: the prompts of all problems.
         answers: token ids of the answers, each (T,), by the number of the problem.
         row_numbers: the numbers of the problems in the batch.
     """
     sequences = []
     labels = []
     for number in row_numbers:
-        prompt = data.prompts[number]
+        prompt = encoded_prompts.prompts[number]
         answer = answers[number]
         sequences.append(torch.cat([prompt, answer]))
         labels.append(torch.cat([torch.full_like(prompt, -100), answer]))  # -100: not in the loss
-    if data.pixels is None or data.grids is None:
+    if encoded_prompts.pixels is None or encoded_prompts.grids is None:
         return token_loss(model, sequences, labels)
-    pixels = data.pixels[row_numbers].flatten(0, 1).float()
+    pixels = encoded_prompts.pixels[row_numbers].flatten(0, 1).float()
     return token_loss(
         model,
         sequences=sequences,
         labels=labels,
         pixel_values=pixels,
-        image_grid_thw=data.grids[row_numbers],
+        image_grid_thw=encoded_prompts.grids[row_numbers],
     )
 
 
@@ -271,8 +281,8 @@ def token_loss(
         labels: for each sequence its token ids again, with -100 at tokens that are not learned.
         image_inputs: the pixels and grids of images by their names in the model's forward.
     """
-    pad = model.config.get_text_config().pad_token_id
-    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
+    pad_id = model.config.get_text_config().pad_token_id
+    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad_id)
     if image_inputs:
         image_inputs["mm_token_type_ids"] = (ids_BT == model.config.image_token_id).int()
     mask_BT = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
@@ -294,7 +304,7 @@ def warm_start(
     """Return the training stage in which the tiny model learns to answer the problems of `rows`.
 
     It learns the right worked solution of a row, or the wrong one (`slip`), which has a typical
-    mistake. `SLIPS` has the share of wrong ones for each family of problems.
+    mistake. `SLIP_SHARE_BY_FAMILY` has the share of wrong ones for each family of problems.
 
     Args:
         model: the model.
@@ -309,17 +319,17 @@ def warm_start(
     answers = []
     for row in rows:
         meta = row["meta"]
-        has_slip = rng.random() < SLIPS[meta["family"]]
-        text = meta["slip"] if has_slip else meta["solution"]
-        answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
+        is_wrong = rng.random() < SLIP_SHARE_BY_FAMILY[meta["family"]]
+        solution = meta["slip"] if is_wrong else meta["solution"]
+        answers.append(torch.tensor(processor.tokenizer(solution + END_OF_TURN)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
         """Return the loss of a random batch, with the short prompt in the first steps."""
         is_early = step < plan.short_prompt_steps
-        data = with_short_prompt if is_early else with_full_prompt
+        prompts = with_short_prompt if is_early else with_full_prompt
         return answer_loss(
             model,
-            data=data,
+            encoded_prompts=prompts,
             answers=answers,
             row_numbers=rng.sample(range(len(rows)), plan.batch_size),
         )
@@ -360,7 +370,7 @@ def prepare_tiny(
     if plan.steps:
         stages.append(warm_start(model, processor=processor, rows=rows, plan=plan))
     facts = {
-        "slips": SLIPS,
+        "slips": SLIP_SHARE_BY_FAMILY,
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
         "size": asdict(size),

@@ -177,7 +177,7 @@ class _Parts:
     answer: TableAnswer
     options: TableOptions
     pictures: _Pictures
-    question: _Question  # what the first three make together
+    question: _Question  # made of the problem, the answer and the options
 
 
 def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) -> _Parts:
@@ -189,12 +189,13 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
     Raises `RowError`, with all of these faults.
     """
     columns = context.columns
-    inside_question = question_and_pictures(record, columns)
+    # The column of the question as it is: its text, and the pictures that are named in it.
+    raw_question = question_and_pictures(record, columns)
     # `try_call` returns None for a function that raises `RowError`. The errors are raised together
     # at the end of the block.
     with collect_row_errors() as try_call:
         problem: ProblemAndInstruction | None = try_call(
-            _read_problem, inside_question.text, record, context, row_error
+            _read_problem, raw_question.text, record, context, row_error
         )
         answer: TableAnswer | None = try_call(
             read_answer, record, columns, row_error, has_truth_values=context.has_truth_values
@@ -203,17 +204,17 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
             read_choices, record, columns, texts_only=context.texts_only, row_error=row_error
         )
         pictures: _Pictures | None = try_call(
-            _read_pictures, inside_question.pictures, record, context, row_error
+            _read_pictures, raw_question.pictures, record, context, row_error
         )
         question: _Question | None = None
         if answer is not None:
             question = try_call(
-                _question_with_gold,
+                _question_with_answer,
                 problem=problem.problem if problem is not None else "",
                 answer=answer.text,
                 choices=options.texts if options is not None else None,
                 columns=columns,
-                rest_is_faultless=problem is not None and pictures is not None,
+                other_parts_are_read=problem is not None and pictures is not None,
                 row_error=row_error,
             )
     # Where a part could not be read, the block above has raised.
@@ -275,12 +276,12 @@ def _place_images_or_refuse(
         raise row_error("placeholder", wrong, f"{remedy}, in {ROW_LOCATION}") from error
 
 
-def _question_with_gold(
+def _question_with_answer(
     problem: str,
     answer: str,
     choices: list[str] | None,
     columns: Columns,
-    rest_is_faultless: bool,
+    other_parts_are_read: bool,
     row_error: MakeRowError,
 ) -> _Question:
     """Return the question with its answer and its options, if it has any.
@@ -292,7 +293,7 @@ def _question_with_gold(
       such answers.
 
     The answer to an open question is usually checked later, when `to_row` makes the row. But a row
-    with another fault never comes so far. Without `rest_is_faultless` the answer is therefore
+    with another fault never comes so far. Without `other_parts_are_read` the answer is therefore
     checked here, so that the user sees its fault too.
 
     Raises `RowError`, which `row_error` makes, for an answer that is none of the options, or a
@@ -311,7 +312,7 @@ def _question_with_gold(
             f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats",
             f"write the answer alone, or keep such texts with --text-answers, in {ROW_LOCATION}",
         )
-    if not rest_is_faultless:
+    if not other_parts_are_read:
         check_gold(answer, row_error)
     return _Question(problem, answer=answer)
 

@@ -64,7 +64,7 @@ ROW_NUMBER_COLUMN = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
-    """A dataset that decodes each row of a batch once; copies of the row share its images.
+    """A dataset that decodes each distinct row of a batch once; its copies share the images.
 
     TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the
     last batch are stored, and returned again if the next batch asks for them. With
@@ -83,7 +83,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """
         self._rows = rows
         self._numbered = numbered
-        self.share = share
+        self.share = share  # whether copies of a row are read once
         self._last_batch: dict[int, dict[str, Any]] = {}  # its distinct rows, by index
         self._ahead_rows: dict[int, dict[str, Any]] = {}  # rows of a batch to come, by index
 
@@ -122,26 +122,27 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return row
 
     def rows_after(
-        self, order: EpochRepeatSampler, numbers: Sequence[int], generations: int
+        self, sampler: EpochRepeatSampler, row_numbers: Sequence[int], generations: int
     ) -> list[Any]:
         """Return the rows that come some generations later, in the same positions as present rows.
 
         Args:
-            order: the sampler.
-            numbers: the numbers of the present rows in the data set; a row may come several times.
+            sampler: the loader's sampler.
+            row_numbers: the numbers of the present rows in the data set. A row may come several
+                times.
             generations: how many generations later.
 
         Returns:
-            A row for each of `numbers`; an empty list where the later rows are not known.
+            A row for each of `row_numbers`; an empty list where the later rows are not known.
         """
-        distinct_numbers = list(dict.fromkeys(numbers))
-        later_numbers = order.following(distinct_numbers, order.epoch, generations)
+        distinct_numbers = list(dict.fromkeys(row_numbers))
+        later_numbers = sampler.following(distinct_numbers, sampler.epoch, generations)
         if not later_numbers:
             return []
         later_by_number = dict(zip(distinct_numbers, later_numbers, strict=True))
         read_row = self.read_ahead if self.share else self._read
         # A copy for each, since a row that comes several times is read once.
-        return [dict(read_row(later_by_number[number])) for number in numbers]
+        return [dict(read_row(later_by_number[number])) for number in row_numbers]
 
     def drop_ahead_rows(self, keep: Collection[int] = ()) -> None:
         """Drop rows that were read ahead for a batch, except those with the indices `keep`."""
@@ -153,8 +154,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return {**row, ROW_NUMBER_COLUMN: index} if self._numbered else row
 
 
-# puts the images of a row into the cache, and returns their bytes there
-Process = Callable[[dict[str, Any]], int]
+# Processes the images of a row into the cache, and returns how many bytes they have there.
+ProcessImages = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
@@ -177,20 +178,25 @@ class ImagePrefetch(NoPrefetch):
     """
 
     def __init__(
-        self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
+        self,
+        rows: DistinctRows,
+        sampler: EpochRepeatSampler,
+        process_images: ProcessImages,
+        limit_bytes: int,
     ) -> None:
         """Prepare a prefetch, without starting its thread.
 
         Args:
             rows: the data set that the loader reads.
-            order: the sampler, which knows the rows of the next generation.
-            process: processes the images of a row into the cache, and returns their bytes there.
+            sampler: the loader's sampler, which knows the rows of the next generation.
+            process_images: processes the images of a row into the cache, and returns how many bytes
+                they have there.
             limit_bytes: how many bytes are processed. With more, the cache would drop some before
                 their use.
         """
         self._rows = rows
-        self._order = order
-        self._process = process
+        self._sampler = sampler
+        self._process_images = process_images
         self._limit_bytes = limit_bytes
         self._thread: threading.Thread | None = None
         self._should_stop = threading.Event()
@@ -203,7 +209,7 @@ class ImagePrefetch(NoPrefetch):
         """
         self.finish()
         latest_indices = self._rows.latest_indices
-        next_indices = self._order.following(latest_indices, self._order.epoch)
+        next_indices = self._sampler.following(latest_indices, self._sampler.epoch)
         indices = list(dict.fromkeys([*latest_indices, *next_indices]))
         # Rows that a generation asked for ahead (`rows_after`) may be among them.
         self._rows.drop_ahead_rows(keep=indices)
@@ -228,7 +234,7 @@ class ImagePrefetch(NoPrefetch):
             if self._should_stop.is_set() or interpreter_ends or is_full:
                 return
             with suppress(Exception):  # raised again where the loader reads the row
-                processed_bytes += self._process(self._rows.read_ahead(index))
+                processed_bytes += self._process_images(self._rows.read_ahead(index))
 
 
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -280,14 +286,14 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
             A row for each of `rows`; an empty list where these are not all of one generation.
         """
         order = self._order(epoch)
-        size = self.batch_size  # distinct rows of a generation, on all processes
+        generation_size = self.batch_size  # distinct rows of a generation, on all processes
         try:
-            generation_start = order.index(rows[0]) // size * size
-            generation_end = generation_start + size
+            generation_start = order.index(rows[0]) // generation_size * generation_size
+            generation_end = generation_start + generation_size
             indices = [order.index(row, generation_start, generation_end) for row in rows]
         except (IndexError, ValueError):
             return []
-        later_start = generation_start + generations * size
+        later_start = generation_start + generations * generation_size
         epochs_later, start_in_epoch = divmod(later_start, len(order))
         later_order = self._order(epoch + epochs_later)
         offset = start_in_epoch - generation_start

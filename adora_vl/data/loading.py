@@ -259,7 +259,7 @@ def draw_mixture(sizes: Sequence[int], shares: Sequence[float], seed: int) -> li
         shares: the share of each data set in the mixture; they need not add up to 1.
         seed: the seed of the draws.
     """
-    # `datasets` draws from data sets of row indices in place of the rows, so that it reads none.
+    # What is interleaved are the indices of rows, in data sets of their own. So no row is read.
     index_datasets = []
     for start, end in pairwise([0, *accumulate(sizes)]):
         index_datasets.append(Dataset.from_dict({"row": list(range(start, end))}))

@@ -184,8 +184,8 @@ class DistinctImages:
             return NoPrefetch()
         return ImagePrefetch(
             rows=rows,
-            order=order,
-            process=self.cache_images,
+            sampler=order,
+            process_images=self.cache_images,
             limit_bytes=self.cache.limit_bytes,
         )
 

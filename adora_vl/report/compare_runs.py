@@ -42,21 +42,21 @@ class DifferingSetting(NamedTuple):
     value_of_b: str
 
 
-def differing_settings(a: RunSet, b: RunSet) -> list[DifferingSetting]:
+def differing_settings(set_a: RunSet, set_b: RunSet) -> list[DifferingSetting]:
     """Return the settings in which two sets of runs differ, in alphabetical order.
 
     The seed is left out. Options of a method that only some of the runs use are left out too, since
     `adora_method` already shows that the methods differ.
     """
-    runs = (*a.runs, *b.runs)
+    runs = (*set_a.runs, *set_b.runs)
     all_keys = {key for run in runs for key in run.settings}
     differences = []
     for key in sorted(all_keys):
         is_in_all_runs = all(key in run.settings for run in runs)
         if key.startswith("adora_method.") and not is_in_all_runs:
             continue
-        value_of_a = a.setting(key)
-        value_of_b = b.setting(key)
+        value_of_a = set_a.setting(key)
+        value_of_b = set_b.setting(key)
         if value_of_a != value_of_b:
             differences.append(DifferingSetting(key, value_of_a, value_of_b))
     return differences
@@ -145,7 +145,7 @@ class ComparedMetric(NamedTuple):
         return f"{self.metric}, {self.budget_text}"
 
 
-def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
+def held_out_rows(set_a: RunSet, set_b: RunSet) -> list[ComparedMetric]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
     Only the problems that all runs have answered are compared.
@@ -158,10 +158,10 @@ def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
         UserError: the runs have no problem of a benchmark in common.
     """
     rows: list[ComparedMetric] = []
-    for benchmark in _shared_benchmarks(a, b):
+    for benchmark in _shared_benchmarks(set_a, set_b):
         over_problems = accuracy_difference(
-            [run.scores[benchmark] for run in a.runs],
-            [run.scores[benchmark] for run in b.runs],
+            [run.scores[benchmark] for run in set_a.runs],
+            [run.scores[benchmark] for run in set_b.runs],
         )
         if over_problems is None:
             raise UserError(
@@ -169,11 +169,11 @@ def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
                 "data"
             )
         common_version_ids = find_common_version_ids(
-            [run.scores[benchmark] for run in (*a.runs, *b.runs)]
+            [run.scores[benchmark] for run in (*set_a.runs, *set_b.runs)]
         )
         over_seeds = difference_over_seeds(
-            _accuracy_by_seed(a, benchmark, common_version_ids),
-            _accuracy_by_seed(b, benchmark, common_version_ids),
+            _accuracy_by_seed(set_a, benchmark, common_version_ids),
+            _accuracy_by_seed(set_b, benchmark, common_version_ids),
         )
         metric = f"{benchmark}, held out"
         # The row over seeds comes first: what another seed would give is the wider question.
@@ -181,7 +181,7 @@ def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
             rows.append(ComparedMetric(metric, over_seeds))
         rows.append(ComparedMetric(metric, over_problems))
         # Without an interval the row over seeds decides nothing, and is only shown in the table.
-        if over_seeds.low is None and min(len(a.runs), len(b.runs)) > 1:
+        if over_seeds.low is None and min(len(set_a.runs), len(set_b.runs)) > 1:
             rows.append(ComparedMetric(metric, over_seeds))
     return rows
 
@@ -196,31 +196,35 @@ def _accuracy_by_seed(
     return run_set.by_seed(accuracies)
 
 
-def _shared_benchmarks(a: RunSet, b: RunSet) -> list[str]:
+def _shared_benchmarks(set_a: RunSet, set_b: RunSet) -> list[str]:
     """Return the names of the benchmarks that all runs were scored on."""
-    all_runs = (*a.runs, *b.runs)
-    names = a.runs[0].scores
+    all_runs = (*set_a.runs, *set_b.runs)
+    names = set_a.runs[0].scores
     return [name for name in names if all(name in run.scores for run in all_runs)]
 
 
-def budget_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
+def budget_rows(set_a: RunSet, set_b: RunSet) -> list[ComparedMetric]:
     """Return how the sets differ during the training, after equal numbers of rollouts or seconds.
 
     The metrics are the evaluations during the training and the pass rate in training. Each gets a
     row at a number of rollouts, and a row at a number of seconds of training steps. That number is
     the total of the shortest run, so every run has a value there.
     """
-    all_runs = (*a.runs, *b.runs)
+    all_runs = (*set_a.runs, *set_b.runs)
     rows: list[ComparedMetric] = []
-    names = a.runs[0].curves
-    shared_names = [name for name in names if all(run.curves.get(name) for run in all_runs)]
+    shared_curves = [
+        name for name in set_a.runs[0].curves if all(run.curves.get(name) for run in all_runs)
+    ]
     # Evaluations come first, since they are on held-out problems: False sorts before True.
-    for name in sorted(shared_names, key=lambda name: name == PASS_RATE_KEY):
-        metric = PASS_RATE_TITLE if name == PASS_RATE_KEY else f"{name} on the way"
+    for curve_name in sorted(shared_curves, key=lambda name: name == PASS_RATE_KEY):
+        metric = f"{curve_name} on the way"
+        if curve_name == PASS_RATE_KEY:
+            metric = PASS_RATE_TITLE
         for unit in _TEXT_BY_BUDGET_UNIT:
-            budget = min(run.curves[name][-1].used(unit) for run in all_runs)
-            a_by_seed = _values_by_seed_at_budget(a, name, unit, budget)
-            b_by_seed = _values_by_seed_at_budget(b, name, unit, budget)
+            # The last point of a curve has all the rollouts, or seconds, of its run.
+            budget = min(run.curves[curve_name][-1].amount_used(unit) for run in all_runs)
+            a_by_seed = _values_by_seed_at_budget(set_a, curve_name, unit, budget)
+            b_by_seed = _values_by_seed_at_budget(set_b, curve_name, unit, budget)
             # A budget of 0 has nothing to compare, nor has a run without a value within it.
             if budget == 0 or not a_by_seed or not b_by_seed:
                 continue
@@ -236,13 +240,13 @@ def budget_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
 
 
 def _values_by_seed_at_budget(
-    run_set: RunSet, name: str, unit: BudgetUnit, budget: float
+    run_set: RunSet, curve_name: str, unit: BudgetUnit, budget: float
 ) -> dict[int, float]:
     """Return the value of a metric in each run of a set once it has used up a budget, by its seed.
 
     Args:
         run_set: the runs.
-        name: the metric, as in `ComparedRun.curves`.
+        curve_name: the metric, a key of `ComparedRun.curves`.
         unit: what the budget is counted in, rollouts or seconds.
         budget: how much every run may have used up.
 
@@ -250,10 +254,10 @@ def _values_by_seed_at_budget(
         the values; empty where a run has no value within the budget.
     """
     # An evaluation is taken as it is; the pass rate of a single step is noise.
-    window = WINDOW if name == PASS_RATE_KEY else 0.0
+    window = WINDOW if curve_name == PASS_RATE_KEY else 0.0
     values = []
     for run in run_set.runs:
-        points = [(point.used(unit), point.value) for point in run.curves[name]]
+        points = [(point.amount_used(unit), point.value) for point in run.curves[curve_name]]
         value = value_at_budget(points, budget, window)
         if value is None:
             return {}
@@ -271,32 +275,32 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     Raises:
         UserError: a folder is no run, or the runs cannot be compared.
     """
-    a, b = make_run_sets(
+    set_a, set_b = make_run_sets(
         [read_compared_run(run) for run in first], [read_compared_run(run) for run in second]
     )
-    held_out = held_out_rows(a, b)
-    at_budgets = budget_rows(a, b)
-    differences = differing_settings(a, b)
+    held_out = held_out_rows(set_a, set_b)
+    at_budgets = budget_rows(set_a, set_b)
+    differences = differing_settings(set_a, set_b)
     keys = [difference.key for difference in differences]
     lines = [
-        _answer_paragraph(a, b=b, held_out=held_out, at_budgets=at_budgets, keys=keys),
+        _answer_paragraph(set_a, set_b=set_b, held_out=held_out, at_budgets=at_budgets, keys=keys),
         "",
-        *_table_lines(a, b, [*held_out, *at_budgets]),
+        *_table_lines(set_a, set_b, [*held_out, *at_budgets]),
         "",
     ]
     for difference in differences:
         value_of_a = shorten_middle(difference.value_of_a)
         value_of_b = shorten_middle(difference.value_of_b)
         lines.append(f"differs: {difference.key}: {value_of_a} -> {value_of_b}")
-    return [*lines, *_caution_lines(a, b)]
+    return [*lines, *_caution_lines(set_a, set_b)]
 
 
 ComparedMetrics = Sequence[ComparedMetric]
 
 
 def _answer_paragraph(
-    a: RunSet,
-    b: RunSet,
+    set_a: RunSet,
+    set_b: RunSet,
     held_out: ComparedMetrics,
     at_budgets: ComparedMetrics,
     keys: Sequence[str],
@@ -304,22 +308,22 @@ def _answer_paragraph(
     """Say whether run set B is better than A, and by which metrics.
 
     Args:
-        a: the runs that are compared with.
-        b: the runs of which the paragraph speaks.
+        set_a: the runs that are compared with.
+        set_b: the runs of which the paragraph speaks.
         held_out: the differences on held-out problems, from `held_out_rows`; the first one decides.
         at_budgets: the differences during the training at equal budgets, from `budget_rows`.
         keys: the settings in which the sets differ.
     """
     if not held_out:
         return (
-            f"Whether {b.title} is better than {a.title} is not known: not every run was scored "
+            f"Whether {set_b.title} is better than {set_a.title} is not known: not every run was scored "
             "on held-out problems. Evaluate each with `python -m eval.problems run --model RUN "
             "--data DATA --output RUN/eval`."
         )
     decisive = held_out[0].difference
     gain = f"{100 * decisive.value:+.1f} points on {held_out[0].metric}"
     interval = f"95 %: {_interval_in_points(decisive)}, over {decisive.over}"
-    text = f"{b.title} {_verdict_words(decisive)} {a.title}: {gain} ({interval})."
+    text = f"{set_b.title} {_verdict_words(decisive)} {set_a.title}: {gain} ({interval})."
     for unit in _TEXT_BY_BUDGET_UNIT:
         rows = [row for row in at_budgets if row.unit == unit]
         if rows:
@@ -331,7 +335,7 @@ def _answer_paragraph(
         text += f" and {len(keys) - 4} more." if len(keys) > 4 else "."
     else:
         text += " The configs are the same but for the seed."
-    if len(a.runs) == 1 or len(b.runs) == 1:
+    if len(set_a.runs) == 1 or len(set_b.runs) == 1:
         text += (
             " With one seed on a side, another seed may well decide otherwise: the interval is "
             "over problems alone."
@@ -361,7 +365,7 @@ def _interval_in_points(difference: Difference) -> str:
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
-def _table_lines(a: RunSet, b: RunSet, rows: ComparedMetrics) -> list[str]:
+def _table_lines(set_a: RunSet, set_b: RunSet, rows: ComparedMetrics) -> list[str]:
     """Return the table of metrics, below a line for each set that names its runs.
 
     A row has the means of both sets in percent, their difference in points, and its interval.
@@ -369,7 +373,7 @@ def _table_lines(a: RunSet, b: RunSet, rows: ComparedMetrics) -> list[str]:
     title_lengths = [len(row.title) for row in rows]
     width = max([_TITLE_WIDTH, *title_lengths])
     lines = []
-    for run_set in (a, b):
+    for run_set in (set_a, set_b):
         names = ", ".join(f"{run.name} (seed {run.seed})" for run in run_set.runs)
         lines.append(f"{run_set.letter} = {run_set.recipe}: {names}")
     lines += ["", f"{'in %':<{width}}{'A':>8}{'B':>8}{'B - A':>8}  95 % interval"]
@@ -406,14 +410,14 @@ def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
     return lines
 
 
-def _caution_lines(a: RunSet, b: RunSet) -> list[str]:
+def _caution_lines(set_a: RunSet, set_b: RunSet) -> list[str]:
     """Return warnings that a reader has to know before believing the table.
 
     They are notes on the runs, how their scores differ beside the model, and unequal seeds.
     """
-    runs = (*a.runs, *b.runs)
+    runs = (*set_a.runs, *set_b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
-    for benchmark in _shared_benchmarks(a, b):
+    for benchmark in _shared_benchmarks(set_a, set_b):
         scores = [run.scores[benchmark] for run in runs]
         lines += comparability_warnings(scores)
         if any(
@@ -424,8 +428,8 @@ def _caution_lines(a: RunSet, b: RunSet) -> list[str]:
                 f"warning: the runs do not have the same problems of {benchmark}; the common ones "
                 "are compared"
             )
-    seeds_of_a = {run.seed for run in a.runs}
-    seeds_of_b = {run.seed for run in b.runs}
+    seeds_of_a = {run.seed for run in set_a.runs}
+    seeds_of_b = {run.seed for run in set_b.runs}
     if seeds_of_a != seeds_of_b:
         lines.append(
             "note: the sides have different seeds, so their runs are not compared in pairs"

@@ -32,7 +32,7 @@ class CurvePoint(NamedTuple):
     """The seconds of training steps that it had taken by then."""
     value: float
 
-    def used(self, unit: BudgetUnit) -> float:
+    def amount_used(self, unit: BudgetUnit) -> float:
         """Return how many rollouts, or seconds, the run had used up by then."""
         return self.rollouts if unit == "rollouts" else self.seconds
 
@@ -183,9 +183,12 @@ def rollouts_per_step(config: Mapping[str, Any]) -> float:
         """Return the value of a key; 1 where a record lacks it."""
         return float(config.get(key) or 1)
 
-    # micro-batches that a generation's rollouts are used for
-    uses = value_of("steps_per_generation") * value_of("num_iterations")
-    return value_of("generation_batch_size") * value_of("gradient_accumulation_steps") / uses
+    micro_batches_of_generation = value_of("steps_per_generation") * value_of("num_iterations")
+    return (
+        value_of("generation_batch_size")
+        * value_of("gradient_accumulation_steps")
+        / micro_batches_of_generation
+    )
 
 
 def _build_curves(

@@ -139,6 +139,7 @@ FIGURE_NAME_PATTERN = re.compile(
     r"|[A-Z](?:\s*[A-Z]){1,3}"
 )
 _NAME_BUT_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){SIMPLE_NAME}"  # `x/y` is an expression
+# The names of values: `x`, `AB`, `\angle ABC`, ratios such as `AB:CD` and `AB/CD`, `|x|`, `sin A`.
 VALUE_NAME_PATTERN = re.compile(
     rf"{SIMPLE_NAME}(?::{SIMPLE_NAME})*|\|{SIMPLE_NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
     rf"|{_NAME_BUT_NO_UNKNOWN}/{_NAME_BUT_NO_UNKNOWN}|\\frac\{{{_NAME_BUT_NO_UNKNOWN}\}}\{{{_NAME_BUT_NO_UNKNOWN}\}}"

@@ -381,12 +381,14 @@ def is_constant(tree: ExpressionTree) -> bool:
     earlier_value: NumberWithError | None = None
     for unknown_values in _comparison_points(unknown_names(tree)):
         value = _value_at(tree, unknown_values)
-        if isinstance(value, NumberWithError):
-            if earlier_value is not None and not _are_equal_products(
-                (value, ONE), (earlier_value, ONE)
-            ):
-                return False
-            earlier_value = value
+        if not isinstance(value, NumberWithError):
+            continue
+        # Values are equal up to rounding if their products with 1 are.
+        if earlier_value is not None and not _are_equal_products(
+            (value, ONE), (earlier_value, ONE)
+        ):
+            return False
+        earlier_value = value
     return True
 
 

@@ -116,11 +116,12 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
 def _is_name_of_one_value(text: str) -> bool:
     """Return whether a text can be the name of one value.
 
-    `AB` can. `|x|` cannot, since `|x| = 5` has two solutions.
+    `x`, `AB`, `AB:CD`, `sin A` and `\\angle ABC` can, which are what `VALUE_NAME_PATTERN` takes for
+    names. `|x|`, which it takes too, cannot, since `|x| = 5` has two solutions.
     """
-    return (
-        VALUE_NAME_PATTERN.fullmatch(text) is not None and re.fullmatch(r"\|[a-z]\|", text) is None
-    )
+    is_name = VALUE_NAME_PATTERN.fullmatch(text) is not None
+    is_absolute_value = re.fullmatch(r"\|[a-z]\|", text) is not None
+    return is_name and not is_absolute_value
 
 
 def _parse_side(text: str) -> ExpressionTree:

@@ -98,7 +98,7 @@ def _evaluate_power(tree: ExpressionTree, unknown_values: UnknownValues) -> Numb
     """
     _, base, exponent = tree
     exponent_value = evaluate_tree(exponent, unknown_values)
-    # Without values for unknowns a tree stands for a constant, whose exponent has a limit.
+    # Without values for unknowns the tree has none: it is a constant, whose exponent has a limit.
     is_constant = unknown_values is None
     is_large = exponent_value.is_exact and abs(exponent_value.value) > MAX_CONSTANT_EXPONENT
     if is_constant and is_large:

@@ -24,20 +24,20 @@ from benchmarks.attenuation.task import REWARD_NAMES, ExperimentSettings, Trial,
 REPOSITORY = Path(__file__).parents[2]
 
 
-def train_or_read(settings: ExperimentSettings, job: Trial, output: Path) -> dict[str, Any]:
+def train_or_read(settings: ExperimentSettings, trial: Trial, output: Path) -> dict[str, Any]:
     """Return the result of one arm, from its file if it was trained before; else train it."""
-    from benchmarks.attenuation.run import run_job, write_result
+    from benchmarks.attenuation.run import run_trial, write_result
 
-    file = output / "runs" / f"{job.name}.json"
+    file = output / "runs" / f"{trial.name}.json"
     if file.is_file():
         stored: dict[str, Any] = json.loads(file.read_text())
         return stored
-    arithmetic = arithmetic_folder(output, job.model)
-    start = start_folder(output, job)
-    build_arithmetic(arithmetic, settings.start, job.model)
-    build_start(start, arithmetic, settings.start, job.seed)
-    result = run_job(
-        settings, job=job, start=start, facts={"arithmetic": hash_of_weights(arithmetic)}
+    arithmetic = arithmetic_folder(output, trial.model)
+    start = start_folder(output, trial)
+    build_arithmetic(arithmetic, settings.start, trial.model)
+    build_start(start, arithmetic, settings.start, trial.seed)
+    result = run_trial(
+        settings, trial=trial, start=start, facts={"arithmetic": hash_of_weights(arithmetic)}
     )
     write_result(file, result)
     return result
@@ -72,7 +72,7 @@ def main() -> int:
     options = parser.parse_args()
     prepare_engine_environment()
     for arm in options.arms:
-        job = Trial(
+        trial = Trial(
             regime=options.regime,
             recipe=options.recipe,
             seed=options.seed,
@@ -81,7 +81,7 @@ def main() -> int:
             model=options.model,
             reward=options.reward,
         )
-        result = train_or_read(settings, job, options.output.resolve())
+        result = train_or_read(settings, trial, options.output.resolve())
         print("\n".join(result_lines(result)), flush=True)
     return 0
 

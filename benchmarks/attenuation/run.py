@@ -92,17 +92,17 @@ class AnswerCounts:
     def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
         """Count an answer to a problem, and return whether it is right."""
         counts = self.family_counts[problem.family]
-        right = is_right(text, problem, self.reward)
+        answer_is_right = is_right(text, problem, self.reward)
         if is_chain(text):
             counts.chains += 1
         else:
             counts.guesses += 1
-        if right:
+        if answer_is_right:
             counts.right += 1
         if text == problem.chain:
             self.whole_chains += 1
         self.tokens += tokens
-        return right
+        return answer_is_right
 
     def figures(self, share_a: float | None = None) -> dict[str, float | None]:
         """Return accuracy and share of chains by family and of all, and the mean length in tokens.
@@ -143,15 +143,15 @@ class HeldOutCurve(TrainerCallback):
     Answers are sampled as in training, from the same random numbers each time.
     """
 
-    def __init__(self, settings: ExperimentSettings, job: Trial) -> None:
+    def __init__(self, settings: ExperimentSettings, trial: Trial) -> None:
         self.settings = settings
-        self.job = job
+        self.trial = trial
         self.held_out: list[ChainProblem] = []
         for family in FAMILIES:
             self.held_out += draw_chain_problems(
                 settings.eval_problems,
-                settings.regimes[job.regime],
-                seed=f"held out/{job.regime}/{job.seed}",
+                settings.regimes[trial.regime],
+                seed=f"held out/{trial.regime}/{trial.seed}",
                 family=family,
             )
         self.points: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ class HeldOutCurve(TrainerCallback):
         tokenizer = self.trainer.processing_class
         inputs = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.job.seed)
+            torch.manual_seed(self.trial.seed)
             sequences_BT = self.trainer.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
@@ -184,7 +184,7 @@ class HeldOutCurve(TrainerCallback):
                 top_k=0,
                 max_new_tokens=self.trainer.max_completion_length,
             )
-        counts = AnswerCounts(self.job.reward)
+        counts = AnswerCounts(self.trial.reward)
         answers_BT = sequences_BT[:, inputs["input_ids"].shape[1] :]
         for problem, answer_T in zip(self.held_out, answers_BT, strict=True):
             text = tokenizer.decode(answer_T, skip_special_tokens=True)
@@ -193,9 +193,9 @@ class HeldOutCurve(TrainerCallback):
         self.points.append({"step": step, **counts.figures(share_a=SHARE_OF_FAMILY_A)})
 
 
-def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> AdoraGRPOConfig:
+def _config(settings: ExperimentSettings, trial: Trial, folder: Path) -> AdoraGRPOConfig:
     """Return the config of the trainer for one trial."""
-    regime = settings.regimes[job.regime]
+    regime = settings.regimes[trial.regime]
     rows = settings.prompts * settings.generations
     return AdoraGRPOConfig(
         output_dir=str(folder),
@@ -203,7 +203,7 @@ def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> AdoraGRPO
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
-        use_vllm=job.engine,
+        use_vllm=trial.engine,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=128,
@@ -216,13 +216,13 @@ def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> AdoraGRPO
         temperature=1.0,
         lr_scheduler_type="constant",
         adora_truncated="eos",
-        adora_method={"adora": settings.arms[job.arm]},
+        adora_method={"adora": settings.arms[trial.arm]},
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        seed=job.seed,
+        seed=trial.seed,
         adora_record_gb=0,
-        **settings.training(job),
+        **settings.training(trial),
     )
 
 
@@ -254,20 +254,20 @@ class CountingReward:
         for text, token_ids, problem_number in zip(
             completions, completion_ids, number, strict=True
         ):
-            right = counts.add(text, self.problems[problem_number], len(token_ids))
-            rewards.append(1.0 if right else 0.0)
+            answer_is_right = counts.add(text, self.problems[problem_number], len(token_ids))
+            rewards.append(1.0 if answer_is_right else 0.0)
         self.batches.append(counts.figures())
         return rewards
 
 
-def run_job(
-    settings: ExperimentSettings, job: Trial, start: Path, facts: dict[str, str]
+def run_trial(
+    settings: ExperimentSettings, trial: Trial, start: Path, facts: dict[str, str]
 ) -> dict[str, Any]:
     """Train one arm from a start.
 
     Args:
         settings: the settings of the experiment.
-        job: which arm, regime and seed.
+        trial: which arm, regime and seed.
         start: the folder of the model that the training starts from.
         facts: what else the result is to have.
 
@@ -277,19 +277,19 @@ def run_job(
     started_at = time.perf_counter()
     processor_time_before = time.process_time()
     problems = draw_chain_problems(
-        settings.training(job)["max_steps"] * settings.prompts,
-        settings.regimes[job.regime],
-        seed=f"train/{job.regime}/{job.seed}",
+        settings.training(trial)["max_steps"] * settings.prompts,
+        settings.regimes[trial.regime],
+        seed=f"train/{trial.regime}/{trial.seed}",
     )
     rows = [{"prompt": problem.prompt, "number": number} for number, problem in enumerate(problems)]
-    reward = CountingReward(problems, job.reward)
-    curve = HeldOutCurve(settings, job)
+    reward = CountingReward(problems, trial.reward)
+    curve = HeldOutCurve(settings, trial)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         trainer = AdoraGRPOTrainer(
             model=model,
             reward_funcs=reward,
-            args=_config(settings, job, Path(folder)),
+            args=_config(settings, trial, Path(folder)),
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(start),
             callbacks=[curve],
@@ -307,7 +307,7 @@ def run_job(
     del trainer, model
     gc.collect()
     return {
-        **asdict(job),
+        **asdict(trial),
         **facts,
         "held_out": round_figures(curve.points),
         "steps": round_figures(reward.batches),

@@ -106,9 +106,9 @@ def arithmetic_folder(output: Path, number: int) -> Path:
     return output / "starts" / name
 
 
-def start_folder(output: Path, job: Trial) -> Path:
+def start_folder(output: Path, trial: Trial) -> Path:
     """Return the folder of the model from which a trial starts."""
-    name = f"{job.model}-{job.seed}" if job.model else str(job.seed)
+    name = f"{trial.model}-{trial.seed}" if trial.model else str(trial.seed)
     return output / "starts" / name
 
 

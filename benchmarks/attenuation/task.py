@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 
 SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
-# operations; prompts of shorter chains are filled up, so that all prompts have the same number of
-# tokens
+# The most operations of a chain. Prompts of shorter chains are filled up, so that all prompts have
+# the same number of tokens.
 LONGEST_CHAIN = 5
-FAMILIES = "AB"  # of problems: two answers are possible in family A, all ten digits in B
+FAMILIES = (
+    "AB"  # the families of problems: two answers are possible in family A, all ten digits in B
+)
 SHARE_OF_FAMILY_A = 0.75  # of the problems
 ANSWERS_OF_FAMILY_A = (7, 3)  # the more frequent one first
 SLIP_RATE = 0.35  # how often the teacher's result of a step is one too large
@@ -133,7 +135,8 @@ def draw_chain_problem(
     assert answer == digit
     label = "any"
     if regime.labelled:
-        label = "two" if family == "A" else "ten"  # so many answers are possible
+        # The label says how many answers are possible.
+        label = "two" if family == "A" else "ten"
     return ChainProblem(
         prompt=f"{label}: {chain_form(start, operations)}\n",
         chain=chain,
@@ -143,11 +146,11 @@ def draw_chain_problem(
 
 
 def draw_chain_problems(
-    number: int, regime: Regime, seed: str, family: str | None = None
+    count: int, regime: Regime, seed: str, family: str | None = None
 ) -> list[ChainProblem]:
-    """Return drawn problems, the same for a seed whatever has been drawn before."""
+    """Return `count` drawn problems, the same for a seed whatever has been drawn before."""
     rng = random.Random(seed)
-    return [draw_chain_problem(rng, regime, family=family) for _ in range(number)]
+    return [draw_chain_problem(rng, regime, family=family) for _ in range(count)]
 
 
 def teacher_answer(rng: random.Random, problem: ChainProblem) -> str:
@@ -242,10 +245,10 @@ class ExperimentSettings:
     recipes: dict[str, dict[str, Any]]  # keys of the config, by the name of the recipe
     arms: dict[str, dict[str, Any]]  # options of the method `adora`, by the name of the arm
 
-    def training(self, job: Trial) -> dict[str, Any]:
+    def training(self, trial: Trial) -> dict[str, Any]:
         """Return the config keys that a run's recipe sets, on top of those of the first recipe."""
         first_recipe = next(iter(self.recipes.values()))
-        return {"max_steps": self.steps, **first_recipe, **self.recipes[job.recipe]}
+        return {"max_steps": self.steps, **first_recipe, **self.recipes[trial.recipe]}
 
 
 def read_settings(path: Path = SETTINGS_FILE) -> ExperimentSettings:

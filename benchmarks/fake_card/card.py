@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 aten: Any = torch.ops.aten
 torch_attn: Any = torch.ops.torch_attn
 _VARLEN_OPERATIONS = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.default)
-# Tensors of at most so many integers, or floating-point numbers, carry values.
+# Tensors with no more integers, or floating-point numbers, than these carry values.
 MAX_KNOWN_INTEGERS = 8_000_000
 MAX_KNOWN_FLOATS = 200_000
 ALLOCATOR_BLOCK = 512  # bytes, of which every allocation is a multiple

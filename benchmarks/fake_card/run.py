@@ -148,7 +148,7 @@ class CardRunResult:
         return [max(peaks) for peaks in (first_peaks, later_peaks) if peaks]
 
 
-_DRAWN_TEXT_TOKENS = 60  # about so many tokens has the text of a drawn problem
+_DRAWN_TEXT_TOKENS = 60  # about how many tokens the text of a drawn problem has
 # Parts of the dry run's prediction that the card does not simulate.
 _NOT_SIMULATED = (
     "CUDA context",
@@ -267,7 +267,7 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
 
 
 def _cut_vision_tower(vision_config: dict[str, Any], blocks: int) -> None:
-    """Leave only so many blocks in the config of a vision tower."""
+    """Leave only `blocks` blocks in the config of a vision tower."""
     vision_config["depth"] = blocks
     if "fullatt_block_indexes" in vision_config:
         vision_config["fullatt_block_indexes"] = [blocks - 1]

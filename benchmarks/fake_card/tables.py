@@ -157,7 +157,7 @@ def layers_of(config: str) -> int:
 
 
 def _with_all_layers(shallow: float, deep: float, layers: int) -> float:
-    """Return the figure of a model with so many layers, from those of two shallow ones.
+    """Return the figure of a model with `layers` layers, from those of two shallow ones.
 
     Every layer adds the same. For example, 10 with 2 layers and 16 with 4 layers are 3 for each
     layer, so 36 layers have 112.

@@ -47,7 +47,7 @@ class Setting:
     def config(
         self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None
     ) -> PretrainedConfig:
-        """Return the config of Qwen2.5-VL-`size` with so many text and vision layers."""
+        """Return the config of Qwen2.5-VL-`size` with these numbers of text and vision layers."""
         config = load_config(str(SHAPES_FOLDER / f"Qwen2.5-VL-{size}-Instruct"))
         text = config.text_config
         vision = config.vision_config

@@ -12,7 +12,7 @@ from adora_vl.builtin.builtin_data import RECIPE_BY_TINY_MODEL
 from adora_vl.builtin.small_model import train_and_save
 from adora_vl.builtin.tiny_perimeter import PerimeterStart
 from adora_vl.builtin.tiny_text import TextStart
-from adora_vl.builtin.tiny_vl import SLIPS
+from adora_vl.builtin.tiny_vl import SLIP_SHARE_BY_FAMILY
 from adora_vl.builtin.tiny_zoom import ZoomStart
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.models.load import FOLDER_BY_TINY_MODEL, PRETRAINED_FOLDER
@@ -36,7 +36,7 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
     assert not config.tie_word_embeddings
     facts = json.loads((PRETRAINED_FOLDER / "build.json").read_text())
-    assert facts["slips"] == SLIPS
+    assert facts["slips"] == SLIP_SHARE_BY_FAMILY
     assert facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
@@ -79,7 +79,9 @@ def test_a_conversation_without_a_system_prompt_gets_qwens_default():
 
 
 def test_the_teacher_knows_every_family():
-    assert [family for family in PLAIN_FAMILY_BY_NAME if not 0 < SLIPS.get(family, 0) < 1] == []
+    assert [
+        family for family in PLAIN_FAMILY_BY_NAME if not 0 < SLIP_SHARE_BY_FAMILY.get(family, 0) < 1
+    ] == []
 
 
 def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import torch
 
 from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin.processor import END_OF_TURN
-from adora_vl.builtin.tiny_vl import SLIPS
+from adora_vl.builtin.tiny_vl import SLIP_SHARE_BY_FAMILY
 from adora_vl.data.dataset import Row
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import grade
@@ -71,7 +71,8 @@ def measure_subtypes(tokenizer: Any, rows: list[Row]) -> dict[str, SubtypeFigure
     """Measure which groups of each subtype the demo's criterion, the length of answers, attenuates.
 
     A group has `GROUP_SIZE` answers by the teacher, whose lengths are drawn from those of all
-    answers to its subtype. `SLIPS` says how often the teacher answers wrong in each family.
+    answers to its subtype. `SLIP_SHARE_BY_FAMILY` says how often the teacher answers wrong in each
+    family.
     """
     subtypes: dict[str, SubtypeFigures] = defaultdict(SubtypeFigures)
     answers_by_problem: list[TeacherAnswers] = []
@@ -85,7 +86,7 @@ def measure_subtypes(tokenizer: Any, rows: list[Row]) -> dict[str, SubtypeFigure
         answers_by_problem.append(
             TeacherAnswers(
                 subtype=subtype,
-                wrong_share=SLIPS[meta["family"]],
+                wrong_share=SLIP_SHARE_BY_FAMILY[meta["family"]],
                 right_reward=reward_in_demo(right_solution, row["answer"]),
                 wrong_reward=reward_in_demo(wrong_solution, row["answer"]),
             )

@@ -94,7 +94,9 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
     stored = RecordingDataset(8)
     processed = ProcessedRows()
     rows = DistinctRows(stored)
-    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=processed, limit_bytes=100)
+    prefetch = FinishingPrefetch(
+        rows, sampler=PairsInOrder(), process_images=processed, limit_bytes=100
+    )
     rows.__getitems__([0, 0, 1, 1])
     prefetch.start()
     prefetch.finish()
@@ -115,7 +117,9 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
     """
     stored = RecordingDataset(8)
     rows = DistinctRows(stored, numbered=True)
-    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
+    prefetch = FinishingPrefetch(
+        rows, sampler=PairsInOrder(), process_images=lambda row: 1, limit_bytes=100
+    )
     for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
         rows.__getitems__(batch)
         assert [row["id"] for row in rows.rows_after(PairsInOrder(), batch, 1)] == [
@@ -132,7 +136,9 @@ def test_rows_that_nobody_asked_for_are_let_go():
     It takes rows 6 and 7 in place of 2 and 3.
     """
     rows = DistinctRows(RecordingDataset(8))
-    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
+    prefetch = FinishingPrefetch(
+        rows, sampler=PairsInOrder(), process_images=lambda row: 1, limit_bytes=100
+    )
     for batch in ([0, 1], [6, 7]):
         rows.__getitems__(batch)
         prefetch.start()
@@ -154,7 +160,9 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
             raise ValueError("no image")
         return processed(row)
 
-    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=process, limit_bytes=100)
+    prefetch = FinishingPrefetch(
+        rows, sampler=PairsInOrder(), process_images=process, limit_bytes=100
+    )
     rows.__getitems__([0, 1])
     prefetch.start()
     prefetch.finish()
@@ -173,7 +181,7 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
     rows = DistinctRows(RecordingDataset(8))
     rows.__getitems__([0, 1])
     prefetch_with_full_cache = FinishingPrefetch(
-        rows, order=PairsInOrder(), process=processed, limit_bytes=100
+        rows, sampler=PairsInOrder(), process_images=processed, limit_bytes=100
     )
     prefetch_with_full_cache.start()
     prefetch_with_full_cache.finish()
