@@ -22,6 +22,12 @@ from adora_vl.rewards.units import (
     TEMPERATURE_PATTERN,
     mark_upright_units,
 )
+from adora_vl.rewards.value_names import (
+    FIGURE_NAME_PATTERN,
+    LEADING_NAME_PATTERN,
+    TRIGONOMETRIC_COMMAND,
+    without_words_around_value,
+)
 
 _DIGITS_AND_POINT = "0123456789."
 _DOLLAR_SIGN_PATTERN = re.compile(r"(?<!\\)\$")
@@ -88,10 +94,11 @@ _LEADING_CURRENCY_SIGN_PATTERN = re.compile(
 )
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
 _SPACING_COMMAND_PATTERN = re.compile(
-    r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))"
+    r"~|(?<!\\)\\(?:[,;:! ]|$|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))"
 )
 _FONT_WITH_BRACES_PATTERN = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|num|number|ang|emph|underline|boldsymbol|bm|bf)\s*"
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|sc|md|normal)?|math(?:rm|bf|sf|tt|it|normal)|[mhf]box|framebox|num|number|ang"
+    r"|emph|underline|boldsymbol|pmb|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
 )
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
@@ -106,48 +113,7 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # A quick test: a text with a unit ends in a letter, in `m2` or `m3`, or has a power near its end.
 _MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
-_TRIGONOMETRIC_COMMAND = r"\\(?:sin|cos|tan|sec|csc|cot)"
-_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(rf"{_TRIGONOMETRIC_COMMAND}(?![A-Za-z])")
-# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
-# `area of the circle`.
-SIMPLE_NAME = (
-    r"(?:(?i:area|circumference|diameter|height|length|measure|perimeter|radius|volume)\s+of\s*(?:the\s+)?)?"
-    r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
-    r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Za-z](?:\s*[A-Za-z]){0,3}\s*\}|\\(?:theta|alpha|beta|gamma|phi)"
-    r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
-    r"(?:_?\d|\s*\\triangle\s*[A-Z](?:\s*[A-Z]){2}|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
-)
-_LEADING_NAME_PATTERN = re.compile(rf"{SIMPLE_NAME}\s*=(?!=)")
-# The name of a value in a sentence: `The area is 12`.
-_NAME_IN_SENTENCE_PATTERN = re.compile(
-    r"(?i:(?:the\s+)?(?:(?:total|surface|shaded)\s+)?(?:area|circumference|diameter|height|length|measure"
-    r"|perimeter|radius|volume|angle|value|distance|width|side|slope)"
-    rf"(?:\s+of\s+(?:the\s+)?{SIMPLE_NAME})?\s+is)\s+(?:equal\s+to\s+)?(?=[-+]?[\d\\.(])"
-)
-# `about 12`, and `20\sqrt{3} (about 34.64)`.
-_ABOUT_WORDS = (
-    r"(?:(?i:approximately|about|approx\.?|roughly|around)\s+|(?:\\approx(?![A-Za-z])|≈)\s*)"
-)
-_LEADING_ABOUT_PATTERN = re.compile(rf"^{_ABOUT_WORDS}(?=[-+]?[\d\\.])")
-_BRACKETED_ABOUT_PATTERN = re.compile(
-    rf"(.*\S)\s*\(\s*{_ABOUT_WORDS}([-+]?\d+(?:\.\d+)?[^()]{{0,20}})\)", re.DOTALL
-)
-# What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the
-# name of a value.
-FIGURE_NAME_PATTERN = re.compile(
-    r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z]){0,3}|[0-9]{1,2})\s*\}?"
-    r"|[A-Z](?:\s*[A-Z]){1,3}"
-)
-_NAME_BUT_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){SIMPLE_NAME}"  # `x/y` is an expression
-# The names of values: `x`, `AB`, `\angle ABC`, ratios such as `AB:CD` and `AB/CD`, `|x|`, `sin A`.
-VALUE_NAME_PATTERN = re.compile(
-    rf"{SIMPLE_NAME}(?::{SIMPLE_NAME})*|\|{SIMPLE_NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
-    rf"|{_NAME_BUT_NO_UNKNOWN}/{_NAME_BUT_NO_UNKNOWN}|\\frac\{{{_NAME_BUT_NO_UNKNOWN}\}}\{{{_NAME_BUT_NO_UNKNOWN}\}}"
-)
-# A value with its name; `|x|` is none, since two numbers have it.
-NAMED_VALUE_PATTERN = re.compile(
-    rf"(?!\|[a-z]\|)({VALUE_NAME_PATTERN.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)"
-)
+_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(rf"{TRIGONOMETRIC_COMMAND}(?![A-Za-z])")
 _COMMAND_WITHOUT_BACKSLASH_PATTERN = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 # Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and
 # `√3`. An argument of a fraction without braces has to be one digit, one letter or `\pi`. All
@@ -167,11 +133,12 @@ _COMMAND_SUBSTITUTIONS = [
             rf"\\binom\s*{_SHORT_ARGUMENT}\s*{_LAST_SHORT_ARGUMENT}",
             r"\\binom{\1}{\2}",
         ),
+        ("over", r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         ("choose", r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.
         ("log", r"(\\log\s*_)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
-        ("^", rf"({_TRIGONOMETRIC_COMMAND}\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        ("^", rf"({TRIGONOMETRIC_COMMAND}\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         ("surd", r"\\surd", r"\\sqrt"),
         ("sqrt", r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", r"\\sqrt\1{\2}"),
         ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST_SHORT_ARGUMENT}", r"\\sqrt\1{\2}"),
@@ -185,6 +152,14 @@ _COMMAND_SUBSTITUTIONS = [
         ("sqrt", r"\\sqrt\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})", r"\\sqrt{\1}"),
     )
 ]
+# Braces around one sign, letter, root or fraction beside a number: `36{\pi}`, `8{.}4`, `{-}3`. TeX
+# shows the same without them. Two numbers, as in `1{2}`, may be a misprint of something else.
+_NEEDLESS_BRACES_PATTERN = re.compile(
+    r"(?:(?<=[0-9+\-*/=(])|(?<=[0-9+\-*/=(] )|^)\{\s*(\\pi|\\circ|[-+.]|[a-z]|\\sqrt\s*\{[^{}]*\}"
+    r"|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s*\}"
+)
+# A dash before a number is a minus sign. Between two numbers it is the word "to".
+_DASH_FOR_MINUS_PATTERN = re.compile(r"(?:(?<=[=(,\[{$])|^)(\s*)[–—](?=\s*[\d.\\])")
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
 MONEY_PATTERN = re.compile(
     r"(?P<minus>-?)\\?[$€£¥](?P<after_sign>[0-9]+\.[0-9]{2})"
@@ -238,7 +213,7 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     """
     text = _unwrap_formula(text)
     text = _unify_spelling(text)
-    text = _without_words_around_value(text)
+    text = without_words_around_value(text)
     text = _without_leading_name(text)
     value, unit = _split_unit(text)
     value = _strip_decoration(value)
@@ -281,7 +256,7 @@ def _without_leading_name(text: str) -> str:
     `AB = CD` stays, since it says that two segments are equal: neither is a name for the other.
     """
     # The match includes the sign, as in `AB =`.
-    name = _LEADING_NAME_PATTERN.match(text)
+    name = LEADING_NAME_PATTERN.match(text)
     if name is None:
         return text
     value = text[name.end() :]
@@ -309,19 +284,10 @@ def canonical_with_names(text: str) -> str:
     text = _BOXED_PATTERN.sub(r" \1 ", text)
     text = _DOLLAR_SIGN_PATTERN.sub(" ", text)
     text = _unify_spelling(text)
-    text = _without_words_around_value(text)
+    text = without_words_around_value(text)
     text = _DEGREE_SIGN_PATTERN.sub(" ", text)
     text = _strip_decoration(text)
     return _strip_needless_spaces(text)
-
-
-def _without_words_around_value(text: str) -> str:
-    r"""Return `text` with `\approx` for words such as `about`, without `The area is` before it."""
-    text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
-    value_and_about = _BRACKETED_ABOUT_PATTERN.fullmatch(text)
-    if value_and_about:
-        text = rf"{value_and_about[1]} \approx {value_and_about[2]}"
-    return _NAME_IN_SENTENCE_PATTERN.sub("", text)
 
 
 def _unwrap_formula(text: str) -> str:
@@ -355,6 +321,7 @@ def _unify_spelling(text: str) -> str:
     # The cheap tests below, such as `isascii`, save the patterns that could match nothing.
     if not text.isascii():
         text = _ONE_CHARACTER_NUMBER_PATTERN.sub(_spell_special_digits, text)
+        text = _DASH_FOR_MINUS_PATTERN.sub(r"\1-", text)
         text = _RAISED_DIGITS_PATTERN.sub(_spell_special_digits, text)
         text = _TWICE_RAISED_DEGREE_PATTERN.sub(r"\1", text.translate(_LATEX_BY_SYMBOL))
     text = _NUMBER_WITH_THOUSANDS_PATTERN.sub(_join_thousands, text)
@@ -371,7 +338,9 @@ def _unify_spelling(text: str) -> str:
         for word, pattern, replacement in _COMMAND_SUBSTITUTIONS:
             if word in text:
                 text = pattern.sub(replacement, text)
-    text = _strip_decoration(text)
+    if "{" in text:
+        text = _NEEDLESS_BRACES_PATTERN.sub(r"\1", text)
+    text = _strip_decoration(text).replace(":=", "=")
     has_one_formula = len(_DOLLAR_SIGN_PATTERN.findall(text)) == 2
     if has_one_formula and "\n" not in text:
         text = _strip_decoration(_DOLLAR_SIGN_PATTERN.sub(" ", text))

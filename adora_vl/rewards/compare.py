@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, parse_value
-from adora_vl.rewards.canonical import NAMED_VALUE_PATTERN
 from adora_vl.rewards.compare_values import (
     ComparedPart,
     ComparisonResult,
@@ -25,6 +24,7 @@ from adora_vl.rewards.numeric import same_function, sign_of_factor_between
 from adora_vl.rewards.relations import ChainedNumber, chain_of_numbers, undecorated_name
 from adora_vl.rewards.solutions import same_solutions
 from adora_vl.rewards.structured import parse_structured
+from adora_vl.rewards.value_names import NAMED_VALUE_PATTERN
 
 _DECIMAL_COMMA_PATTERN = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 _THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(

@@ -27,7 +27,7 @@ from adora_vl.rewards.grade import (
 from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.structured import parse_reference
-from adora_vl.rewards.thinking import text_after_thinking
+from adora_vl.rewards.thinking import text_after_thinking, with_latex_boxes
 from adora_vl.utils.cli import Parser, pluralize, run_command, yaml_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_users_file
@@ -126,7 +126,7 @@ def explain_grade(
     )
     final_response = text_after_thinking(response, thinking_opened)
     lines: list[str] = []
-    if final_response != response:
+    if final_response != with_latex_boxes(response):
         thinking_chars = len(response) - len(final_response)
         lines.append(f"thinking   {pluralize(thinking_chars, 'character')} set aside")
     extracted = "(no complete box)"

@@ -35,16 +35,18 @@ _MAX_EXTRACTED_CHARS = 200  # of an extracted answer; a 1 MB box must not go int
 
 _CAPITAL_LETTER_PATTERN = re.compile(r"([A-Z])|\(([A-Z])\)")
 # These two patterns are used only if the choices are known. They match a letter alone, such as
-# `C)`, `c` and `Option C`, and a letter before its value: `(C) 12` and `C. 12`.
+# `C)`, `c` and `Option C`, and a letter before its value: `(C) 12`, `C. 12`, `C (12)` and `C, 12`.
 _LETTER_BEFORE_VALUE_PATTERN = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
-    r"?(.*)",
+    r"(?:(?:[Tt]he )?(?:(?:[Cc]orrect|[Ff]inal) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is(?: |(?=\()))"
+    r"|(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?"
+    r"(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$|\[([A-Z])\]|([A-Z])(?:, ?(?=[\d\\.])|(?=\())) ?(.*)",
     re.ASCII,
 )
 # The letter behind its value: `60 (C)` and `60, option C`.
 _LETTER_BEHIND_VALUE_PATTERN = re.compile(
     r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
 )
+_VALUE_IN_BRACKETS_PATTERN = re.compile(r"\(([^(),]*)\)")  # but no point, such as `(3, 4)`
 # Reference answers that no honest answer can match: a reason, a pattern for the canonical text, and
 # what to write instead.
 _DECIMAL_COMMA_REMEDY = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
@@ -406,7 +408,9 @@ def _agrees_with_text_beside(choice: _NamedChoice, value: Answer) -> bool:
     # The value of a choice may itself look like a letter with a value.
     if not choice.text_beside or choice.text == value.text:
         return True
-    return compare(parse_value(choice.text_beside), value).verdict == "correct"
+    in_brackets = _VALUE_IN_BRACKETS_PATTERN.fullmatch(choice.text_beside)
+    text_beside = in_brackets[1] if in_brackets else choice.text_beside
+    return compare(parse_value(text_beside), value).verdict == "correct"
 
 
 def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:

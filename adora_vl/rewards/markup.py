@@ -9,14 +9,15 @@ import re
 _UNSHOWN_COMMAND_PATTERN = re.compile(
     r"\\(?:[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|(?:text|script|scriptscript)style|(?:math)?strut|hfill|enspace|enskip|nobreakspace|limits"
-    r"|boldmath|bfseries|rmfamily|centering)(?![A-Za-z])"
+    r"|boldmath|bfseries|rmfamily|centering|tt|sf|it|sl|em)(?![A-Za-z])"
     r"|\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}"
     r"|\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)"
 )
 _MATH_CLASS_PATTERN = re.compile(r"\\math(?:bin|rel|ord|punct|op|inner|open|close)\s*\{([^{}]*)\}")
 _OPERATOR_NAME_PATTERN = re.compile(r"\\(?:operatorname\*?|ensuremath)\s*\{([^{}]*)\}")
 _ONE_LINE_ENVIRONMENT_PATTERN = re.compile(
-    r"\s*\\begin\{(aligned|align|alignat|split|gathered|gather|equation|displaymath|math)(\*?)\}"
+    r"\s*\\begin\{(aligned|align|alignat|split|gathered|gather|equation|displaymath|math|array)(\*?)\}"
+    r"(?:(?<=\{array\})\s*\{[clr]\})?"
     r"(?P<line>(?:(?!\\\\|\\begin|\\end).)*)(?:\\\\\s*)?\\end\{\1\2\}\s*",
     re.DOTALL,
 )
@@ -27,7 +28,27 @@ _ARC_COMMAND_PATTERN = re.compile(
     r"\\(?:overset|stackrel)\s*\{\s*\\frown\s*\}|\\(?:wideparen|overparen|overarc)(?=\s*\{)"
 )
 _UNIT_VECTOR_PATTERN = re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}")
-_BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
+_BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])|\\\|")
+# Signs that a proof or a check has ended, behind the answer.
+_END_MARK_PATTERN = re.compile(r"\s*\\(?:checkmark|blacksquare|qed)(?![A-Za-z])\s*$")
+# Other names of a command that is read, and words for signs of logic.
+_COMMAND_BY_SYNONYM = {
+    "measuredangle": r"\angle",
+    "sphericalangle": r"\angle",
+    "uppi": r"\pi",
+    "nicefrac": r"\frac",
+    "sfrac": r"\frac",
+    "ell": " l",
+    "lor": " or ",
+    "vee": " or ",
+    "land": " and ",
+    "wedge": " and ",
+    "coloneqq": "=",
+    "deg": r"^\circ",
+}
+_SYNONYM_PATTERN = re.compile(rf"\\({'|'.join(_COMMAND_BY_SYNONYM)})(?![A-Za-z])")
+_RAISED_TEXT_PATTERN = re.compile(r"\\textsuperscript\s*\{([^{}]*)\}")
+_RAISED_DEGREE_PATTERN = re.compile(r"\^\s*\{\s*\\deg\s*\}")
 
 
 def without_layout(text: str) -> str:
@@ -36,12 +57,16 @@ def without_layout(text: str) -> str:
     - `\textcolor{red}{\large 5}` becomes ` {  5}`
     - `\begin{aligned} x &= 3 \end{aligned}` becomes ` x  = 3 `
     - `\begin{cases} x = 3 \\ y = -4 \end{cases}` becomes `x = 3, y = -4`
+    - `\measuredangle A` becomes `\angle A`, and `x = 3 \lor x = 7` becomes `x = 3 or x = 7`
     """
     environment = _ONE_LINE_ENVIRONMENT_PATTERN.fullmatch(text)
     if environment:
         text = environment["line"].replace("&", " ")
     text = _CASES_PATTERN.sub(_write_cases_as_list, text)
-    text = _UNSHOWN_COMMAND_PATTERN.sub(" ", text)
+    text = _UNSHOWN_COMMAND_PATTERN.sub(" ", _END_MARK_PATTERN.sub("", text))
+    text = _RAISED_DEGREE_PATTERN.sub(r"^\\circ ", text)
+    text = _SYNONYM_PATTERN.sub(lambda synonym: f"{_COMMAND_BY_SYNONYM[synonym[1]]} ", text)
+    text = _RAISED_TEXT_PATTERN.sub(r"^{\1}", text)
     text = _MATH_CLASS_PATTERN.sub(r"\1", text)
     text = _OPERATOR_NAME_PATTERN.sub(r" \1 ", text)
     text = _UNIT_VECTOR_PATTERN.sub(r" \1", text)

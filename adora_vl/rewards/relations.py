@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from adora_vl.rewards.answer import Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import split_outside_brackets
-from adora_vl.rewards.canonical import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
 from adora_vl.rewards.grammar import ExpressionTree, ParseError, replace_node, unknown_names
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
@@ -22,6 +21,7 @@ from adora_vl.rewards.solutions import (
     Solution,
     excludes_some_but_not_all,
 )
+from adora_vl.rewards.value_names import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
 
 MAX_CHAIN_SIDES = 5  # a chain of inequalities such as `1 < x < 3` has three sides
 # Each spelling of a sign, and the sign that it stands for.
@@ -45,7 +45,9 @@ _FUNCTION_VALUE_PATTERN = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 # formula.
 _WORD_PATTERN = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
 _ABSOLUTE_VALUE_PATTERN = re.compile(r"\|([^|]+)\|")
-_NAME_DECORATION_PATTERN = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
+_NAME_DECORATION_PATTERN = re.compile(
+    r"^(?i:length|measure) ?of |^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]"
+)
 
 
 class ChainedNumber(NamedTuple):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.rewards.completion import Completion, completion_text, response_texts
 from adora_vl.rewards.grade import grade
-from adora_vl.rewards.thinking import text_after_thinking
+from adora_vl.rewards.thinking import BOX_TOKENS, text_after_thinking
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ def text_up_to_answer(response: str) -> str:
     """
     text = response[:_MAX_CHARS]
     box = text.rfind(_BOX_COMMAND)
+    end_of_glm_box = text.rfind(BOX_TOKENS[1])
+    if end_of_glm_box > box:
+        return text[: end_of_glm_box + len(BOX_TOKENS[1])]
     if box < 0:
         return text
     opening = text.find("{", box)

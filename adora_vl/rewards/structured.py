@@ -12,11 +12,6 @@ from functools import lru_cache
 
 from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
-from adora_vl.rewards.canonical import (
-    FIGURE_NAME_PATTERN,
-    SIMPLE_NAME,
-    VALUE_NAME_PATTERN,
-)
 from adora_vl.rewards.grammar import MAX_CHARS, ParseError
 from adora_vl.rewards.numeric import same_number
 from adora_vl.rewards.relations import (
@@ -28,6 +23,11 @@ from adora_vl.rewards.relations import (
     parse_inequality,
 )
 from adora_vl.rewards.solutions import interval_solution
+from adora_vl.rewards.value_names import (
+    FIGURE_NAME_PATTERN,
+    SIMPLE_NAME,
+    VALUE_NAME_PATTERN,
+)
 
 MAX_LIST_DEPTH = 4  # of lists, sets and tuples in each other
 
@@ -41,6 +41,10 @@ _PLUS_MINUS_PATTERN = re.compile(r"\\pm(?![A-Za-z])\s*|±")
 _MINUS_PLUS_PATTERN = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
 _MEMBERSHIP_SIGN_PATTERN = re.compile(r"\\in(?![A-Za-z])|∈")
 
+# `x \mid x > 4` and `x \in \mathbb{R} : x > 4`, between the braces of a set.
+_SET_WITH_CONDITION_PATTERN = re.compile(
+    r"([a-z])(?:(?:\\in(?![A-Za-z])|∈)(?:\\mathbb\{?R\}?|\\R|ℝ|R))?(?:\||:)(.*)", re.DOTALL
+)
 _TUPLE_OF_NAMES_PATTERN = re.compile(rf"\({SIMPLE_NAME}(?:[,;]\s?{SIMPLE_NAME})+\)")
 _NAMED_POINT_PATTERN = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that may be part of another number: `000` in `1, 000`, and `0,5` in `0,5; 0,7`.
@@ -366,8 +370,13 @@ def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: in
         has_backslash: whether the braces are `\{\}`.
         depth: how many lists, sets and tuples stand around the text.
 
+    A set of all numbers with a condition, `\{x \mid x > 4\}`, is that condition, `x > 4`.
+
     Raises `ParseError` for a set of sets, and for a set of anything but values and points.
     """
+    condition = _SET_WITH_CONDITION_PATTERN.fullmatch(text_inside)
+    if condition and has_backslash:
+        return _parse_set_condition(condition[1], condition[2], depth)
     inner_answer = _parse_by_separators(text_inside, depth + 1)
     # Plain braces make a set only around a list, whose type is `unordered`.
     is_set_inside = inner_answer.text.startswith(r"\{")
@@ -378,6 +387,22 @@ def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: in
     if is_set_inside or not all(part.is_value or part.type == "ordered" for part in parts):
         raise ParseError("enumeration")
     return Answer("unordered", text, parts=parts)
+
+
+def _parse_set_condition(name: str, condition: str, depth: int) -> Answer:
+    r"""Return the inequality that all numbers of a set fulfil: `x > 4` for `\{x \mid x > 4\}`.
+
+    Args:
+        name: the letter for a number of the set.
+        condition: the text of the condition.
+        depth: how many lists, sets and tuples stand around the text.
+
+    Raises `ParseError` for a condition that is no inequality in this letter alone.
+    """
+    answer = _parse_by_separators(condition, depth + 1)
+    if answer.type != "inequality" or answer.solution is None or answer.name != name:
+        raise ParseError("relation")
+    return replace(answer, name="")  # any other letter would name the same numbers
 
 
 def _parse_matrix(text: str, inside: str) -> Answer:

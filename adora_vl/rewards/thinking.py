@@ -1,7 +1,7 @@
-"""Blocks of thinking: which part of a response is its answer, and whether a prompt opens a block.
+r"""Blocks of thinking: which part of a response is its answer, and whether a prompt opens a block.
 
 A draft in `<think> </think>` is no answer. All code that reads answers, in rewards and in
-evaluations, reads `text_after_thinking` alone.
+evaluations, reads `text_after_thinking` alone. There the boxes of all models are `\boxed{}`.
 """
 
 import re
@@ -9,11 +9,17 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 THINK_TAGS = ("<think>", "</think>")
-# Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Kimi writes the third,
-# further models the second.
-_THINKING_TAG_PATTERN = re.compile(r"</?think>|</?thinking>|◁/?think▷", re.IGNORECASE)
+# Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Seed the third, Kimi
+# the fourth, Magistral the last, and further models the second.
+_THINKING_TAG_PATTERN = re.compile(
+    r"</?think>|</?thinking>|</?seed:think>|◁/?think▷|\[/?THINK\]", re.IGNORECASE
+)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
-_OPENING_TAG_AT_THE_END_PATTERN = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
+_OPENING_TAG_AT_THE_END_PATTERN = re.compile(
+    r"(?:<think>|<thinking>|<seed:think>|◁think▷|\[THINK\])\s*\Z", re.IGNORECASE
+)
+# GLM-4.1V, GLM-4.5V and GLM-4.6V write their answer between these tokens in place of `\boxed{}`.
+BOX_TOKENS = ("<|begin_of_box|>", "<|end_of_box|>")
 _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
 # Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank
 # Braille.
@@ -23,15 +29,16 @@ _INVISIBLE_CATEGORIES = ("Z", "C", "M")
 
 
 def text_after_thinking(response: str, thinking_opened: bool = False) -> str:
-    """Return the part of a response that is its answer: what stands behind the last `</think>`.
+    r"""Return the part of a response that is its answer: what stands behind the last `</think>`.
 
     Nothing is left where a block was opened and not closed. A response without a block is returned
-    whole, so that this may be called again on what it returns.
+    whole, so that this may be called again on what it returns. A box of GLM becomes `\boxed{}`.
 
     Args:
         response: the whole text that the model has sampled.
         thinking_opened: whether the prompt ended in `<think>`, so that the response begins inside.
     """
+    response = with_latex_boxes(response)
     tags = list(_THINKING_TAG_PATTERN.finditer(response)) if _may_have_tags(response) else []
     if not tags:
         return "" if thinking_opened else response
@@ -46,7 +53,20 @@ def _may_have_tags(response: str) -> bool:
 
     Searching for tags takes ten times as long as this check.
     """
-    return ("<" in response or "◁" in response) and "think" in response.lower()
+    has_bracket = "<" in response or "◁" in response or "[" in response
+    return has_bracket and "think" in response.lower()
+
+
+def with_latex_boxes(text: str) -> str:
+    r"""Return `text` with `\boxed{5}` for `<|begin_of_box|>5<|end_of_box|>`.
+
+    A token without its partner is left out or opens a box that never ends, so that it holds no
+    answer.
+    """
+    opening, closing = BOX_TOKENS
+    if opening not in text:
+        return text.replace(closing, "")
+    return text.replace(opening, r"\boxed{").replace(closing, "}")
 
 
 def closes_unopened_block(response: str) -> bool:

@@ -33,7 +33,7 @@ from adora_vl.evals.scoring.statistics import (
 )
 from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
-from adora_vl.rewards.thinking import closes_unopened_block, text_after_thinking
+from adora_vl.rewards.thinking import closes_unopened_block, text_after_thinking, with_latex_boxes
 from adora_vl.utils.cli import quantile
 
 
@@ -188,7 +188,7 @@ def grade_rows(
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
         graded = grade_row(benchmark, prepared_row, options)
         final_response = prepared_row["response"]
-        if final_response != row["response"]:
+        if final_response != with_latex_boxes(row["response"]):
             graded = _record_thinking(graded, has_answer=bool(final_response))
         graded_answers.append(graded)
     return prepared_rows, graded_answers

@@ -155,6 +155,7 @@ def test_it_logs_shares_and_shows_the_claims(figure_json: str) -> None:
         (r"a \boxed{1", r"a \boxed{1"),
         ("no box", "no box"),
         (r"\boxed", r"\boxed"),
+        ("<|begin_of_box|>1<|end_of_box|> c", "<|begin_of_box|>1<|end_of_box|>"),
     ],
 )
 def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> None:

@@ -26,6 +26,10 @@ RESPONSES_WITHOUT_ANSWER = [  # a response, and whether its prompt ended in `<th
     (r"<thinking>\boxed{35}</thinking> It is 40.", False),
     (r"◁think▷\boxed{35}◁/think▷ It is 40.", False),
     (r"<THINK>\boxed{35}</THINK> It is 40.", False),
+    (r"[THINK]\boxed{35}[/THINK] It is 40.", False),
+    (r"<seed:think>\boxed{35}</seed:think> It is 40.", False),
+    (r"<think><|begin_of_box|>35<|end_of_box|></think> It is 40.", False),
+    (r"<|begin_of_box|>35", False),
     (r"\boxed{35}? Yes.</think> It is 40.", False),
     (r"\boxed{35} <think> or is it", False),
     (r"so \boxed{35} but", True),
@@ -37,6 +41,8 @@ RESPONSES_WITH_ANSWER = [
     (r"12? no</think> \boxed{35}", True),
     (r"<think>a</think><think>b</think>\boxed{35}", False),
     (r"So \boxed{35}", False),
+    (r"[THINK]\boxed{12}[/THINK]\boxed{35}", False),
+    (r"<think>12</think>It is <|begin_of_box|>35<|end_of_box|>", False),
 ]
 PRESET_NAMES = ["boxed_accuracy", "easyr1", "accuracy", "format"]
 
