@@ -473,21 +473,28 @@ class StepParts:
         """The function that decodes token ids to a text, without special tokens."""
         return partial(self._trainer._tokenizer.decode, skip_special_tokens=True)
 
-    def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
+    def _sample_turn_by_policy(self, prompts: PromptBatch, max_tokens: int) -> list[list[int]]:
         """Return the token ids of a turn for each prompt, sampled by the policy without an engine.
 
-        It differs from stock TRL in two points:
+        It differs from stock TRL in three points:
 
         - Where no key of the run sets a sampling option, TRL takes it from the generation config in
           the model's folder. Here that config is ignored.
         - TRL samples with dropout. Here dropout is off. Log-probabilities are computed without
           dropout, and would not be those of the distribution that was sampled from.
+        - TRL samples a whole completion in each turn, and cuts the conversation to its length
+          afterwards. Here a turn has `max_tokens` at most.
         """
         policy = self._trainer.model
+        generation_config = self._trainer.generation_config
         with ignoring_generation_config(policy), evaluation_mode(policy):
-            completion_ids, *_ = self._trainer._generate_single_turn(
-                prompts.ids, prompts.images, prompts.fields, num_generations=1
-            )
+            generation_config.max_new_tokens = max_tokens
+            try:
+                completion_ids, *_ = self._trainer._generate_single_turn(
+                    prompts.ids, prompts.images, prompts.fields, num_generations=1
+                )
+            finally:
+                generation_config.max_new_tokens = self.context.config.max_completion_length
         return cast("list[list[int]]", completion_ids)
 
     @cached_property

@@ -24,8 +24,10 @@ from adora_vl.packing.image_store import (
 )
 from adora_vl.packing.prompts import (
     PromptBatch,
+    append_completions,
     read_prompts,
     returning_patch_numbers,
+    select_prompts,
     with_pictures_of_tools,
 )
 from adora_vl.packing.vision import SharedVision
@@ -246,6 +248,28 @@ class DistinctImages:
         process = partial(self.image_processor, return_tensors="pt")
         with processor_context:
             return with_pictures_of_tools(prompts, pictures, process)
+
+    def continued_prompts(
+        self,
+        prompts: PromptBatch,
+        *,
+        rows: Sequence[int],
+        completions: Sequence[Sequence[int]],
+        pictures: Sequence[Sequence[Any]],
+        mode: str,
+    ) -> PromptBatch:
+        """Return some of the prompts with what their rollouts have so far. Collective.
+
+        Args:
+            prompts: of a generation.
+            rows: the indices of N of them.
+            completions: the tokens behind each of them, those of tools included, (N,).
+            pictures: the images that tools have shown in these completions, (N,).
+            mode: `train` or `eval`.
+        """
+        chosen_prompts = self.with_tool_images(select_prompts(prompts, rows), pictures, mode)
+        image_token_id = getattr(self._processor, "image_token_id", None)
+        return append_completions(chosen_prompts, completions, image_token_id)
 
     def count_image_tokens(self, image: "ImageInput") -> int:
         """Return into how many image tokens the processor turns an image that a tool shows."""

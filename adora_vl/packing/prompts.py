@@ -5,7 +5,7 @@ Each distinct prompt is processed once, whatever the number of its rollouts.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,6 +243,62 @@ def with_pictures_of_tools(
     return PromptBatch(
         messages=prompts.messages, ids=prompts.ids, images=pictures_by_row, fields=fields
     )
+
+
+def select_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
+    """Return the prompts of these rows, in this order, with their images.
+
+    `rows`: the indices of the rows.
+    """
+    image_fields = ("pixel_values", "image_grid_thw")
+    fields: dict[str, Any] = {}
+    for name, values in prompts.fields.items():
+        if name not in image_fields:
+            fields[name] = [values[row] for row in rows]
+    messages = [prompts.messages[row] for row in rows]
+    ids = [prompts.ids[row] for row in rows]
+    images = None if prompts.images is None else [prompts.images[row] for row in rows]
+    if images is None or not any(images):
+        return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
+    pixels = prompts.fields["pixel_values"]
+    grids = prompts.fields.get("image_grid_thw")
+    if grids is None:  # each row has one image
+        fields["pixel_values"] = pixels[list(rows)]
+    else:
+        images_by_row = split_images_by_row(pixels, grids, prompts.num_images)
+        fields["pixel_values"] = torch.cat([images_by_row[row].pixels for row in rows])
+        fields["image_grid_thw"] = torch.cat([images_by_row[row].grids for row in rows])
+    return PromptBatch(messages=messages, ids=ids, images=images, fields=fields)
+
+
+def append_completions(
+    prompts: PromptBatch, completions: Sequence[Sequence[int]], image_token_id: int | None
+) -> PromptBatch:
+    """Return the prompts with the tokens of unfinished completions behind them.
+
+    For example, with the image token 9, the prompt 9 7 of the types 1 0 and the completion 7 9
+    give the prompt 9 7 7 9 of the types 1 0 0 1. The images of the completions are not appended:
+    `with_pictures_of_tools` does that.
+
+    Args:
+        prompts: of B rows.
+        completions: the token ids of the completions so far, (B,).
+        image_token_id: the id of the image token; None for a text model.
+    """
+    fields = dict(prompts.fields)
+    for name in TOKEN_TYPE_FIELDS:
+        if name not in fields:
+            continue
+        shows_images = name == "mm_token_type_ids"
+        fields[name] = [
+            [*types, *(int(shows_images and token == image_token_id) for token in completion)]
+            for types, completion in zip(fields[name], completions, strict=True)
+        ]
+    ids = [
+        [*prompt_ids, *completion]
+        for prompt_ids, completion in zip(prompts.ids, completions, strict=True)
+    ]
+    return replace(prompts, ids=ids, fields=fields)
 
 
 def returning_patch_numbers(

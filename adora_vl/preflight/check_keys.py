@@ -330,9 +330,6 @@ def _check_turns(request: RunRequest) -> None:
         return
     if has_environments:
         _check_environments(request)
-    if not config.use_vllm:
-        setting = "tools" if has_tools else "environment_factory"
-        raise conflict_error(setting, "use_vllm: false", ENGINE_REMEDY)
     max_tokens = config.max_completion_length
     turn_tokens = config.adora_tool_options.turn_tokens
     if turn_tokens and turn_tokens > max_tokens:

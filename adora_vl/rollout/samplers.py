@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
@@ -43,6 +43,7 @@ class Sampler(Protocol):
     """Samples rollouts. All ranks call every method together, also without any requests."""
 
     returns_logps: bool  # whether the results have log-probabilities
+    reads_prompts: bool  # whether it samples from the processed prompts, besides the requests
 
     def sample(
         self,
@@ -54,7 +55,8 @@ class Sampler(Protocol):
 
         Args:
             requests: the prompts of this rank, as an engine takes them.
-            prompts: the same prompts, processed for the policy; None where they are not known.
+            prompts: the same prompts, processed for the policy; None for a sampler that does not
+                read them. A rank without requests has one prompt there, as a stand-in.
             settings: vLLM's sampling parameters; None: those of the run.
         """
 
@@ -69,9 +71,10 @@ class TransformersSampler:
     """
 
     returns_logps = False
+    reads_prompts = True
 
-    def __init__(self, generate: Callable[[PromptBatch], list[list[int]]]) -> None:
-        """`generate` returns the sampled tokens of one rollout for each prompt."""
+    def __init__(self, generate: Callable[[PromptBatch, int], list[list[int]]]) -> None:
+        """`generate` returns the tokens of a rollout for each prompt, at most so many of each."""
         self._generate = generate
 
     def sample(
@@ -86,13 +89,15 @@ class TransformersSampler:
         """
         assert prompts is not None
         assert settings is None
+        limits = [request.max_tokens or 1 for request in requests]
+        # With weights divided by ZeRO-3 generation is collective, so a rank without requests
+        # samples a token for its stand-in, which is in none of the results.
+        completions = self._generate(prompts, max(limits, default=1))
         results = []
-        for tokens in self._generate(prompts):
-            results.append(
-                SamplingResult(
-                    tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
-                )
-            )
+        # All prompts are sampled up to the largest limit, and cut to their own.
+        for completion, limit in zip(completions, limits, strict=False):
+            tokens = completion[:limit]
+            results.append(SamplingResult(tokens=tokens, logps=[None] * len(tokens)))
         return results
 
     def awake(self) -> AbstractContextManager[None]:
@@ -106,6 +111,7 @@ class VLLMSampler:
     """
 
     returns_logps = True
+    reads_prompts = False
 
     def __init__(
         self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration

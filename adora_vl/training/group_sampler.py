@@ -20,6 +20,7 @@ from adora_vl.rollout.rollouts import (
     RolloutKey,
     SamplingRequest,
     SamplingResult,
+    StepKey,
     unfinished_rollouts,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
@@ -216,7 +217,7 @@ class GroupSampler:
             )
         return GroupTurns(
             group_sampler=self,
-            step=generation.key.step,
+            key=generation.key,
             groups=groups,
             unfinished=unfinished,
             parts_by_rollout=parts_by_rollout,
@@ -292,8 +293,8 @@ class GroupTurns:
     """
 
     group_sampler: GroupSampler
-    step: int
-    """Optimizer steps that have been made."""
+    key: StepKey
+    """The batch that the rollouts are sampled for."""
     groups: Sequence[RolloutGroup]
     unfinished: dict[RolloutKey, Rollout]
     """The rollouts that have not ended, by group and number in it."""
@@ -311,7 +312,7 @@ class GroupTurns:
         """
         requests = self.make_requests(rollouts)
         with naming_mismatched_row([self.parts_by_rollout[key].group.row for key in rollouts]):
-            results, step_of_weights = self._sample_or_join(requests)
+            results, step_of_weights = self._sample_or_join(requests, rollouts)
         tool_loop = self.group_sampler.tool_loop
         max_tokens_of_turn = None if tool_loop is None else tool_loop.turn_tokens
         longer_rollouts = {}
@@ -345,7 +346,7 @@ class GroupTurns:
             images_of(parts.group.row),
             prompt_length=len(parts.prompt_ids),
             max_length=config.max_completion_length,
-            step=self.step,
+            step=self.key.step,
             seed=parts.group.tool_seed(config.seed, parts.member),
         )
 
@@ -360,17 +361,48 @@ class GroupTurns:
             for key, rollout in rollouts.items()
         ]
 
-    def _sample_or_join(self, requests: list[SamplingRequest]) -> tuple[list[SamplingResult], int]:
+    def _sample_or_join(
+        self, requests: list[SamplingRequest], rollouts: Mapping[RolloutKey, Rollout]
+    ) -> tuple[list[SamplingResult], int]:
         """Return the results of a turn, and the optimizer step of the weights that sampled it.
 
         The first turn may have been requested in an earlier step, and is then waited for. Later
         turns are sampled now.
+
+        Args:
+            requests: those of the turn.
+            rollouts: what the requests continue, in the same order.
         """
         requested_before = self.first_samples
         self.first_samples = None
         if requested_before is not None:
             return requested_before.join(), requested_before.step
-        return self.group_sampler.sampler.sample(requests, self.prompts), self.step
+        prompts = self._prompts_of_turn(rollouts)
+        return self.group_sampler.sampler.sample(requests, prompts), self.key.step
+
+    def _prompts_of_turn(self, rollouts: Mapping[RolloutKey, Rollout]) -> PromptBatch | None:
+        """Return the prompts of a turn, for a sampler that reads them; else None. Collective.
+
+        They are the prompts of these rollouts, with their tokens and the pictures of tools so far.
+        A rank without rollouts returns a prompt as a stand-in.
+        """
+        if not self.group_sampler.sampler.reads_prompts or self.prompts is None:
+            return None
+        is_first_turn = not any(rollout.segments for rollout in rollouts.values())
+        if is_first_turn and len(rollouts) == len(self.unfinished):
+            return self.prompts
+        row_by_key = {key: row for row, key in enumerate(self.unfinished)}
+        rows = [row_by_key[key] for key in rollouts]
+        return self.group_sampler.prompt_reader.images.continued_prompts(
+            self.prompts,
+            rows=rows or [0],
+            completions=[rollout.tokens for rollout in rollouts.values()] or [[]],
+            pictures=[
+                [picture.image for picture in rollout.pictures] for rollout in rollouts.values()
+            ]
+            or [[]],
+            mode=self.key.mode,
+        )
 
     def _make_request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
         """Return the request for the next turn of a rollout: its prompt, and all tokens so far.

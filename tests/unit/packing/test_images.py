@@ -33,7 +33,13 @@ from adora_vl.packing.image_store import (
     one_frame,
 )
 from adora_vl.packing.images import may_have_images
-from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_patch_numbers
+from adora_vl.packing.prompts import (
+    append_completions,
+    distinct_rows,
+    read_prompts,
+    returning_patch_numbers,
+    select_prompts,
+)
 from adora_vl.record import trackers
 from adora_vl.utils import compat
 from tests.support.pictures import noise_picture
@@ -211,6 +217,31 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
                     separate["mm_token_type_ids"][0]
                 )
             assert torch.equal(plain.fields["pixel_values"], torch.cat(pixels))
+
+
+def test_chosen_prompts_are_those_of_their_rows_and_go_on_with_their_completions(processor):
+    """Some of the prompts are as if their rows had been read alone, in the order of the choice.
+
+    Behind them come the tokens of a completion, among which only those of an image count as one.
+    """
+    images = [None, [noise_picture(1)], [noise_picture(2), noise_picture(3, (120, 90))]]
+    rows = [{"prompt": conversation("a"), "images": row} for row in images]
+    prompts = read_prompts(rows, processor, {})
+    chosen = select_prompts(prompts, [2, 0])
+    alone = read_prompts([rows[2], rows[0]], processor, {})
+    assert (chosen.ids, chosen.images) == (alone.ids, alone.images)
+    assert chosen.fields.keys() == alone.fields.keys()
+    for name in ("pixel_values", "image_grid_thw"):
+        assert torch.equal(chosen.fields[name], alone.fields[name])
+    assert select_prompts(prompts, [0]).images is None
+    assert "pixel_values" not in select_prompts(prompts, [0]).fields
+
+    image_token = processor.image_token_id
+    longer = append_completions(chosen, [[5, image_token, 6], []], image_token)
+    assert longer.ids == [[*alone.ids[0], 5, image_token, 6], alone.ids[1]]
+    types = alone.fields["mm_token_type_ids"]
+    assert longer.fields["mm_token_type_ids"] == [[*types[0], 0, 1, 0], types[1]]
+    assert chosen.ids == alone.ids, "the prompts stay as they were"
 
 
 def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):

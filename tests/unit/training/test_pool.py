@@ -148,6 +148,7 @@ class CountingEngine:
         return [request for requests in self.requests_of_calls for request in requests]
 
     returns_logps = True
+    reads_prompts = False
     awake = staticmethod(nullcontext)
 
     def sample(self, requests: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
