@@ -119,12 +119,12 @@ def test_an_override_of_sampling_by_the_policy_is_refused_where_an_engine_sample
         def _generate_single_turn(self, *args, **kwargs):
             """Sample nothing."""
 
-    args = AdoraGRPOConfig(str(tmp_path), **{**TWO_STEPS, "use_vllm": True})
+    args = AdoraGRPOConfig(str(tmp_path), **{**KEYS_OF_TWO_STEPS, "use_vllm": True})
     rows = Dataset.from_list(EIGHT_ROWS)
     with pytest.raises(UserError, match="Changed._generate_single_turn: .*; set use_vllm: false"):
         Changed("tiny", reward_every_second_completion, args, rows)
     # It is taken in a run without an engine, which goes on to the next check.
-    args = AdoraGRPOConfig(str(tmp_path), **{**TWO_STEPS, "use_vllm": False})
+    args = AdoraGRPOConfig(str(tmp_path), **{**KEYS_OF_TWO_STEPS, "use_vllm": False})
     with pytest.raises(UserError, match="adora_reward: unknown preset 'none'"):
         Changed("tiny", "none", args, rows)
 
@@ -138,7 +138,7 @@ EIGHT_ROWS = [
 ]
 
 
-TWO_STEPS: dict[str, Any] = {
+KEYS_OF_TWO_STEPS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "max_steps": 2,
@@ -157,7 +157,7 @@ def reward_every_second_completion(completions, **kwargs):
 
 def build_trainer(folder, rows=EIGHT_ROWS, callbacks=(), **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
-    args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
+    args = AdoraGRPOConfig(str(folder), **{**KEYS_OF_TWO_STEPS, **keys})
     return AdoraGRPOTrainer(
         "tiny",
         reward_every_second_completion,
@@ -252,7 +252,7 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_key():
 @pytest.mark.slow
 def test_loaded_problems_train_and_go_on(prepared_folder, tmp_path):
     """A second trainer with the problems loaded again takes the run for its own."""
-    args = AdoraGRPOConfig(str(tmp_path / "run"), **TWO_STEPS)
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **KEYS_OF_TWO_STEPS)
     problems = load_problems(prepared_folder)
     AdoraGRPOTrainer("tiny", "boxed_accuracy", args, problems).train()
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
@@ -277,7 +277,7 @@ def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path)
     written, and raise because it is gone.
     """
     keys = {
-        **TWO_STEPS,
+        **KEYS_OF_TWO_STEPS,
         "max_steps": 4,
         "save_total_limit": 1,
         "eval_strategy": "steps",
@@ -324,7 +324,7 @@ def stopping_early(folder: Path, *callbacks: TrainerCallback, patience: int = 2)
     Step 1 is the best. With a patience of 2 the run ends at step 3.
     """
     keys = {
-        **TWO_STEPS,
+        **KEYS_OF_TWO_STEPS,
         "max_steps": 6,
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -467,7 +467,7 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
 
     A cell of a notebook is run again: TRL and PEFT must not have written into its configs.
     """
-    args = AdoraGRPOConfig(str(tmp_path / "run"), **TWO_STEPS)
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **KEYS_OF_TWO_STEPS)
     keys_before = {field.name: getattr(args, field.name) for field in fields(args)}
     adapter_before = peft_config and peft_config.to_dict()
     rows = Dataset.from_list(EIGHT_ROWS)
@@ -651,7 +651,7 @@ def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path)
         log_extra("false", list(numbers))
         return reward_every_second_completion(completions)
 
-    args = AdoraGRPOConfig(str(tmp_path / "run"), **{**TWO_STEPS, "save_strategy": "no"})
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **{**KEYS_OF_TWO_STEPS, "save_strategy": "no"})
     rows = Dataset.from_list(EIGHT_ROWS)
     AdoraGRPOTrainer("tiny", [first_reward, second_reward], args, rows).train()
     record = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
@@ -661,7 +661,7 @@ def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path)
 
 
 # An epoch of three rows is one generation of three micro-batches, so its second step has one alone.
-SHORT_LAST_STEP = {
+KEYS_OF_SHORT_LAST_STEP = {
     "rows": EIGHT_ROWS[:3],
     "per_device_train_batch_size": 4,
     "steps_per_generation": 3,
@@ -671,7 +671,9 @@ SHORT_LAST_STEP = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"max_steps": 3}, SHORT_LAST_STEP], ids=["plain", "short"])
+@pytest.mark.parametrize(
+    "layout", [{"max_steps": 3}, KEYS_OF_SHORT_LAST_STEP], ids=["plain", "short"]
+)
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, layout):
     """The last checkpoint is lost, and the same trainer is built and resumed."""
     keys = {"learning_rate": 1e-3, **layout}

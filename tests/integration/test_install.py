@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 # what stands in install.sh; there is no TLS in this test
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Hosts that no name server knows: a registry of the test answers for them.
 CPU_HOST = "cpu.invalid"
 REGISTRY_HOST = "registry.invalid"
 EXTRA_HOST = "extra.invalid"

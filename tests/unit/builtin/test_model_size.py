@@ -14,7 +14,7 @@ from adora_vl.builtin.tiny_vl import build_config, build_tiny_model
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.errors import UserError
 
-TWO_STEPS = WarmStart(
+TWO_STEPS_PLAN = WarmStart(
     steps=2,
     short_prompt_steps=1,
     batch_size=2,
@@ -58,7 +58,7 @@ def test_every_family_has_any_depth(family, layers):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_model_is_saved_in_its_dtype_after_training_in_it(dtype, tmp_path):
     size = ModelSize(width=64, layers=2, dtype=dtype)
-    facts = build_tiny_model(tmp_path / "model", TWO_STEPS, size=size)
+    facts = build_tiny_model(tmp_path / "model", TWO_STEPS_PLAN, size=size)
     assert facts["size"] == {"width": 64, "layers": 2, "dtype": dtype}
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
@@ -69,8 +69,8 @@ def test_a_model_is_saved_in_its_dtype_after_training_in_it(dtype, tmp_path):
 def test_training_in_bfloat16_keeps_weights_that_bfloat16_would_round():
     """At the end of a cycle the rate is so low that a bfloat16 weight would stay where it is."""
     size = ModelSize(width=64, layers=1, dtype="bfloat16")
-    model = train_both_starts(replace(TWO_STEPS, learning_rate=1e-6), size)
-    start = train_both_starts(replace(TWO_STEPS, steps=0), size)
+    model = train_both_starts(replace(TWO_STEPS_PLAN, learning_rate=1e-6), size)
+    start = train_both_starts(replace(TWO_STEPS_PLAN, steps=0), size)
     moved = model["lm_head.weight"] - start["lm_head.weight"]
     assert model["lm_head.weight"].dtype == torch.float32
     assert 0 < moved.abs().max() < 1e-5

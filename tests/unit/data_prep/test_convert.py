@@ -264,6 +264,8 @@ def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path)
     assert read_fields_by_id(tmp_path / "twice") == read_fields_by_id(tmp_path / "once")
 
 
+# The columns of the table have names of one letter: q question, a answer, i image, k key, c
+# choices.
 COLUMN_ARGUMENTS = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
 GOOD_ROW = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
 NOT_A_NUMBER = float("nan")

@@ -257,9 +257,11 @@ def loading_error(benchmark: Any, words: list[str]) -> str | None:
     return None
 
 
+# The kinds of options that take no value.
 SWITCHES = (argparse._HelpAction, argparse._StoreTrueAction, argparse.BooleanOptionalAction)
 Main = Callable[[list[str]], int]
 BENCHMARKS = (GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR)
+# Values of an option that are refused where it takes a number, and where it takes anything.
 NEVER_A_NUMBER = [
     "nan",
     "-1",

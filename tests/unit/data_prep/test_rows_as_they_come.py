@@ -28,8 +28,10 @@ from tests.support.user_tables import (
     write_user_jsonl,
 )
 
-COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
-HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
+# The columns of the table have names of one letter: q question, a answer, i image, c choices.
+COLUMN_ARGUMENTS = ("problem=q", "answer=a", "images=i", "choices=c")
+# The text of a question as a part of a conversation, with the keys of other parts set to None.
+QUESTION_PART = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
 ROW_WITH_IMAGE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
 
 
@@ -96,7 +98,12 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
         {"q": "Where is <image1>?", "a": "4", "i": ""},
     ]
     source = write_user_jsonl(tmp_path / "in", rows)
-    assert run_convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    assert (
+        run_convert(
+            source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMN_ARGUMENTS
+        )
+        == 0
+    )
     first, second, third = read_prepared_rows(tmp_path / "out")
     assert [image["bytes"] for image in first["images"]] == [PNG_FILES[1], PNG_FILES[0]]
     assert second["problem"] == "Is <image> as image 2?"
@@ -139,7 +146,7 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case_folder: CaseFolder) -
             source = write_user_jsonl(folder / "in", rows)  # with its pictures
             if form == "csv":
                 source = write_user_csv(folder / "in", "csv", rows)
-            assert run_convert(source, folder / "out", columns=COLUMNS) == 0
+            assert run_convert(source, folder / "out", columns=COLUMN_ARGUMENTS) == 0
             stored = read_prepared_rows(folder / "out")
             assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
             assert not any(row["choices"] for row in stored)
@@ -151,7 +158,7 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
     for split, sign in (("train", "+"), ("test", "-")):
         source = write_user_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
-    assert run_convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
+    assert run_convert(tmp_path / "in", tmp_path / "out", columns=COLUMN_ARGUMENTS[:2]) == 0
     assert len(read_prepared_rows(tmp_path / "out")) == 1
     assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
@@ -164,7 +171,10 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
     source = write_user_csv(tmp_path / "in", "csv", rows)
     assert (
-        run_convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+        run_convert(
+            source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMN_ARGUMENTS[:2]
+        )
+        == 0
     )
     output = capsys.readouterr().out
     for line, answer, remedy in (
@@ -185,7 +195,11 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     """
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
     code = run_convert(
-        tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
+        tmp_path / "mine.csv",
+        tmp_path / "out",
+        "--allow-quarantined",
+        "1",
+        columns=COLUMN_ARGUMENTS[:2],
     )
     assert code == 0
     assert "line 5 of mine.csv" in read_quarantined_rows(tmp_path / "out")[0]["detail"]
@@ -199,7 +213,11 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     for name, position in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
         code = run_convert(
-            tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
+            tmp_path / f"mine.{name}",
+            output,
+            "--allow-quarantined",
+            "1",
+            columns=COLUMN_ARGUMENTS[:2],
         )
         assert code == 0
         assert f"{position} of mine.{name}" in read_quarantined_rows(output)[0]["detail"]
@@ -339,7 +357,7 @@ def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
         with case_folder(name) as folder:
             # the whole path of the input's folder is known only here
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
-            source = write_user_jsonl(folder / "in", [conversation_row([part, HOW_LONG])])
+            source = write_user_jsonl(folder / "in", [conversation_row([part, QUESTION_PART])])
             code = main(
                 [
                     "convert",
@@ -451,7 +469,7 @@ def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config
     """
     source = write_user_jsonl(
         tmp_path / "in",
-        [conversation_row([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])],
+        [conversation_row([{"type": "image", "image": "file://pics/0.png"}, QUESTION_PART])],
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
@@ -537,13 +555,17 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(
                     folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}]
                 )
                 capsys.readouterr()
-                run_convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
+                run_convert(
+                    source, folder / "out", "--allow-quarantined", "1", columns=COLUMN_ARGUMENTS[:3]
+                )
                 assert noted_counts(folder / "out").get(name, 0) == counted
                 assert (message in capsys.readouterr().out) == bool(counted)
     with case_folder("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
         assert (
-            run_convert(write_user_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS)
+            run_convert(
+                write_user_jsonl(folder / "in", [row]), folder / "out", columns=COLUMN_ARGUMENTS
+            )
             == 0
         )
         assert "words" not in noted_counts(folder / "out"), "its letter is an answer"
@@ -595,7 +617,7 @@ def test_a_conversation_of_several_questions_is_refused(
     """It would not be clear which of them the answer belongs to."""
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
     source = write_user_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
-    code = run_convert(source, tmp_path / "out", columns=COLUMNS[:2])
+    code = run_convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS[:2])
     assert "make it a text, or a conversation with one question, in line 1" in stderr_of_refusal(
         code, tmp_path / "out", capsys
     )
@@ -644,7 +666,12 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
         {"q": "Which?", "a": "A", "c": ["3", "4"]},
     ]
     source = write_user_jsonl(tmp_path / "in", rows)
-    assert run_convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    assert (
+        run_convert(
+            source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMN_ARGUMENTS
+        )
+        == 0
+    )
     assert [row["id"] for row in read_prepared_rows(tmp_path / "out")] == [
         f"mine/train/{n}" for n in range(3, 11)
     ]
@@ -678,7 +705,10 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
             {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}
         )
     source = write_user_jsonl(tmp_path / "in", rows)
-    assert run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
+    assert (
+        run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMN_ARGUMENTS[:3])
+        == 0
+    )
     test_rows = read_prepared_rows(tmp_path / "out", "test")
     train_rows = read_prepared_rows(tmp_path / "out")
     assert len(test_rows) == 4
@@ -696,18 +726,18 @@ def test_a_file_called_test_may_be_named_another_split(
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
     message = stderr_of_refusal(
-        run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
+        run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMN_ARGUMENTS[:2]),
         tmp_path / "out",
         capsys,
     )
     assert "test.jsonl is the split test by its name" in message
     assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
-    assert run_convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
+    assert run_convert(source, tmp_path / "out", *options, columns=COLUMN_ARGUMENTS[:2]) == 0
     assert len(read_prepared_rows(tmp_path / "out")) == 8
     assert len(read_prepared_rows(tmp_path / "out", "test")) == 2
     write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
     code = run_convert(
-        tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2]
+        tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMN_ARGUMENTS[:2]
     )
     assert "is for one table" in stderr_of_refusal(code, tmp_path / "no", capsys)

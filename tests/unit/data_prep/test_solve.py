@@ -38,6 +38,7 @@ from tests.support.geometry_forms import logic_form
 from tests.support.paths import REPOSITORY
 from tests.support.pictures import encode_picture
 
+# The drawn lines of a triangle, and the places of its points in pixels.
 SIDES = ["AB", "BC", "CA"]
 POINTS = {
     "A": [0.0, 200.0],

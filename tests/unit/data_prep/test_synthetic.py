@@ -27,15 +27,15 @@ from data_prep.cli import main
 from tests.support.cases import CaseFolder
 from tests.support.disk import file_contents
 
-ROWS = 100
-TEST_ROWS = 40
+ROW_COUNT = 100
+TEST_ROW_COUNT = 40
 
 
 @pytest.fixture(scope="module")
 def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare `ROWS` training rows and `TEST_ROWS` test rows; return their folder."""
+    """Prepare `ROW_COUNT` training rows and `TEST_ROW_COUNT` test rows; return their folder."""
     output = tmp_path_factory.mktemp("synthetic") / "data"
-    prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
+    prepare_drawn(output, describe_synthetic(rows=ROW_COUNT, test_rows=TEST_ROW_COUNT))
     return output
 
 
@@ -52,7 +52,7 @@ def diagram_hashes(folder: Path, split: str) -> set[str]:
 
 def test_the_same_arguments_give_the_same_files(prepared_folder: Path, tmp_path: Path) -> None:
     """Two preparations with equal arguments have equal bytes in every file."""
-    prepare_drawn(tmp_path / "again", describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
+    prepare_drawn(tmp_path / "again", describe_synthetic(rows=ROW_COUNT, test_rows=TEST_ROW_COUNT))
     assert file_contents(prepared_folder) == file_contents(tmp_path / "again")
 
 
@@ -64,10 +64,12 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
     held_out = diagram_hashes(prepared_folder, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
-        prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
+        prepare_drawn(
+            output, describe_synthetic(rows=ROW_COUNT, test_rows=TEST_ROW_COUNT + seed, seed=seed)
+        )
         train |= diagram_hashes(output, "train")
         held_out |= diagram_hashes(output, "test")
-    assert len(train) == 3 * ROWS, "another seed gives other diagrams"
+    assert len(train) == 3 * ROW_COUNT, "another seed gives other diagrams"
     assert train.isdisjoint(held_out)
 
 
@@ -77,7 +79,7 @@ def test_every_row_is_sound(prepared_folder: Path) -> None:
     The picture decides its split, and is 56 pixels wide.
     """
     rows = rows_of_folder(prepared_folder)
-    assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
+    assert len({row["id"] for row in rows}) == ROW_COUNT + TEST_ROW_COUNT
     assert {row["meta"]["family"] for row in rows} == set(PLAIN_FAMILY_BY_NAME)
     for row in rows:
         assert verify_gold(row["answer"]) is None, row["id"]

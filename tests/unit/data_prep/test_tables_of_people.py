@@ -24,9 +24,9 @@ from tests.support.geometry3k import open_stored_image, read_quarantined_rows, s
 from tests.support.pictures import draw_figure, encode_picture
 from tests.support.user_tables import PNG_FILES, read_prepared_rows, run_convert, write_user_jsonl
 
-COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
-HEADER = ["Frage", "Lösung", "Bild"]
-GERMAN = [
+COLUMN_ARGUMENTS = ("problem=Frage", "answer=Lösung", "images=Bild")
+GERMAN_HEADER = ["Frage", "Lösung", "Bild"]
+GERMAN_ROWS = [
     ["Wie groß ist der Winkel?", "48,5°", "['pics/0.png']"],
     ["Fläche in cm²?", "1.234,5", "pics/1.png, pics/2.png"],
 ]
@@ -42,7 +42,7 @@ def write_german_csv(folder: Path, encoding: str, delimiter: str = ";", first: s
     """Write a CSV table as a German Excel saves it; `first` stands before the header."""
     with (make_pictures(folder) / "t.csv").open("w", encoding=encoding, newline="") as file:
         file.write(first)
-        csv.writer(file, delimiter=delimiter).writerows([HEADER, *GERMAN])
+        csv.writer(file, delimiter=delimiter).writerows([GERMAN_HEADER, *GERMAN_ROWS])
     return folder / "t.csv"
 
 
@@ -51,7 +51,7 @@ def write_workbook(folder: Path, rows: list[list[Any]]) -> Path:
     book = openpyxl.Workbook()
     book.active.append(["Notes"])
     sheet = book.create_sheet("Aufgaben")
-    for row in [HEADER, *rows]:
+    for row in [GERMAN_HEADER, *rows]:
         sheet.append(row)
     book.save(make_pictures(folder) / "t.xlsx")
     return folder / "t.xlsx"
@@ -67,12 +67,12 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
         "in the encoding of Windows (cp1252)": lambda folder: write_german_csv(folder, "cp1252"),
         "in UTF-16": lambda folder: write_german_csv(folder, "utf-16", "\t"),
         "with semicolons ": lambda folder: write_german_csv(folder, "utf-8", first="sep=;\n"),
-        "the sheet 'Aufgaben' of 2": lambda folder: write_workbook(folder, GERMAN),
+        "the sheet 'Aufgaben' of 2": lambda folder: write_workbook(folder, GERMAN_ROWS),
     }
     for encoding_name, write_table in write_table_by_note.items():
         with case_folder(encoding_name) as folder:
             source = write_table(folder / "in")
-            code = run_convert(source, folder / "out", "--decimal-comma", columns=COLUMNS)
+            code = run_convert(source, folder / "out", "--decimal-comma", columns=COLUMN_ARGUMENTS)
             assert code == 0
             rows = read_prepared_rows(folder / "out")
             contents = [(row["problem"], row["answer"], len(row["images"])) for row in rows]
@@ -99,7 +99,7 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
     book = openpyxl.load_workbook(source)
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
-    assert run_convert(source, tmp_path / "out", columns=COLUMNS) == 0
+    assert run_convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS) == 0
     raw_answers = [row["answer_raw"] for row in read_prepared_rows(tmp_path / "out")]
     assert raw_answers == ["0.3", "7", "50%", "3/4"]
 
@@ -389,7 +389,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     write_user_jsonl(
         photos, [{"conversations": [question, answer], "images": [name]} for name in names]
     )
-    excel = ["--input", str(photos / "t.xlsx"), "--columns", *COLUMNS, "--decimal-comma"]
+    excel = ["--input", str(photos / "t.xlsx"), "--columns", *COLUMN_ARGUMENTS, "--decimal-comma"]
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, arguments in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *arguments, "--output", str(tmp_path / name)]) == 0

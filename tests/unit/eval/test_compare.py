@@ -258,6 +258,7 @@ def test_what_is_no_score_is_named(case_folder, tmp_path, capsys):
     assert "is of mmstar and" in capsys.readouterr().err
 
 
+# The parts `fields` and `resolved` of a fingerprint, as most runs of these tests have them.
 USUAL_FIELDS = {
     "max_tokens": 48,
     "temperature": 0.0,
@@ -270,7 +271,7 @@ USUAL_FIELDS = {
     "max_pixels": None,
     "samples": 1,
 }
-USUAL_RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
+USUAL_RESOLVED_SETTINGS = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
 
 
 def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -281,7 +282,7 @@ def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> d
     return {
         "fingerprint": {
             "fields": {**USUAL_FIELDS, **fields},
-            "resolved": {**USUAL_RESOLVED, **(resolved or {})},
+            "resolved": {**USUAL_RESOLVED_SETTINGS, **(resolved or {})},
         }
     }
 
@@ -295,7 +296,9 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
     for name in [*USUAL_FIELDS, "a setting of the future"]:
         fields: dict[str, Any] = {name: "different"}
         changed_fingerprints[name] = fingerprint_with(**fields)
-    changed_resolved = {name: fingerprint_with({name: "different"}) for name in USUAL_RESOLVED}
+    changed_resolved = {
+        name: fingerprint_with({name: "different"}) for name in USUAL_RESOLVED_SETTINGS
+    }
     cases = [*changed_fingerprints.items(), *changed_resolved.items()]
     for name, fingerprint in cases:
         with case_folder(name) as folder:
@@ -427,6 +430,7 @@ def fields_of_view(view: str) -> dict[str, Any]:
     return {"view": view, "left_out": 2}
 
 
+# The fields of a fingerprint that a run with tools has besides.
 TOOL_FIELDS: dict[str, Any] = {
     "tools": ["zoom"],
     "max_tool_calling_iterations": 2,

@@ -13,6 +13,7 @@ from eval import suite
 from eval.__main__ import main
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 
+# What `max_text_bytes` was of each engine that a test has built.
 LONGEST_TEXT_OF_ENGINES: list[int] = []
 SUITE_BENCHMARKS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 

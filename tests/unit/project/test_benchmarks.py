@@ -219,9 +219,11 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     )
 
 
-TWO_STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
+# What a run has left, as the benchmark of kills compares it: the log of each step, digests of the
+# rollouts and of the tables.
+LOG_OF_TWO_STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
 RESULTS_OF_RUN = {
-    "steps": TWO_STEPS,
+    "steps": LOG_OF_TWO_STEPS,
     "rollouts": {"step 1": "ab"},
     "tables": {"completions_00001": "ab"},
     "weights": "w",

@@ -130,6 +130,7 @@ def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples(clock):
     assert seconds["sync"] == 0
 
 
+# The metrics of a step as the trainer logs them.
 LOG_ENTRY = {
     "reward": 0.41234,
     "adora/pass_rate": 0.375,
@@ -369,6 +370,7 @@ def test_metrics_that_are_not_finite_are_null():
 
 
 ADORA_METHOD = {"adora": {"mode": "attenuation", "factor": 0.1}}
+# A key of configs of today that changes no recipe; older runs do not have it.
 NEUTRAL_KEYS: dict[str, Any] = {"adora_extensions": {}}
 
 

@@ -29,16 +29,16 @@ from adora_vl.record.trackers import (
 from adora_vl.train import main
 from tests.support.tiny_run import tiny_run_arguments
 
-TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
-STEPS = 2
+INSTALLED_TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
+STEP_COUNT = 2
 ROLLOUTS_PER_STEP = 16
-TABLES_PER_RUN = STEPS + 1  # TRL repeats the last one at the end of a run
+TABLES_PER_RUN = STEP_COUNT + 1  # TRL repeats the last one at the end of a run
 
 
 def needs_tracker(name: str) -> pytest.MarkDecorator:
     """Skips a test where this tracker is not installed."""
     return pytest.mark.skipif(
-        name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'"
+        name not in INSTALLED_TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'"
     )
 
 
@@ -51,9 +51,9 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "tracked"
     arguments = tiny_run_arguments(
         folder,
-        max_steps=STEPS,
+        max_steps=STEP_COUNT,
         save_strategy="no",
-        report_to=",".join(TRACKERS),
+        report_to=",".join(INSTALLED_TRACKERS),
         log_completions="true",
         run_name="first",
         project="tracked",
@@ -76,7 +76,7 @@ def logged_pass_rates(tracked_run: Path) -> list[float]:
         for line in read_metrics(tracked_run / "metrics.jsonl")
         if PASS_RATE_KEY in line
     ]
-    assert len(values) == STEPS
+    assert len(values) == STEP_COUNT
     return values
 
 
@@ -108,7 +108,7 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(tracked_run):
     ]
     tables = [json.loads(content) for content in staged if content.startswith(b"{")]
     tables = [table for table in tables if table["nrows"]]
-    assert len(tables) >= STEPS
+    assert len(tables) >= STEP_COUNT
     for table in tables:
         rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
         assert len(rows) == ROLLOUTS_PER_STEP
