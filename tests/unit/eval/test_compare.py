@@ -333,7 +333,7 @@ def test_a_setting_that_one_score_does_not_have_is_no_difference(tmp_path):
     assert "differ in server" in warning
 
 
-# Of ten problems, those with a 1 are solved: many.
+# Ten problems, with a 1 for each that is solved.
 MANY_RIGHT = "1111111000"
 
 
@@ -373,9 +373,11 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     assert "the picture adds +" in lines
     remaining = 100 * blank.count("1") / image.count("1")
     assert f"without looking {remaining:.1f} % (95 %: " in lines
-    n_from_both = sum(a == b == "1" for a, b in zip(text, image, strict=True))
-    share = 100 * n_from_both / text.count("1")
-    assert f"of what it solves from words, it solves {share:.1f} % (95 %" in lines
+    solved_in_both_views = [
+        in_words == in_picture == "1" for in_words, in_picture in zip(text, image, strict=True)
+    ]
+    percent_from_picture = 100 * sum(solved_in_both_views) / text.count("1")
+    assert f"of what it solves from words, it solves {percent_from_picture:.1f} % (95 %" in lines
     two_views = comparison_of(capsys, files["blank"], files["image"])
     assert f"without looking {remaining:.1f} %" in two_views
     assert verdict not in two_views, "it needs three views"
