@@ -159,9 +159,9 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
 
 def _index_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the index of the choice whose text or letter is the whole text; None for any other."""
-    normalised_text = normalise_choice_text(text)
-    if normalised_text in matcher.normalised_choices:
-        return matcher.normalised_choices.index(normalised_text) if normalised_text else None
+    index_of_same_text = matcher.index_by_same_text(normalise_choice_text(text))
+    if index_of_same_text is not None:
+        return index_of_same_text
     if len(text) > _MAX_LETTER_ANSWER_CHARS:
         return None
     letter = matcher.patterns.letter_alone.fullmatch(text)
@@ -316,15 +316,22 @@ def _index_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
 def _index_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the index of the choice that the last sentence with exactly one choice mentions.
 
-    Conclusions are searched before all other sentences. Each sentence is searched three times:
+    Conclusions are searched before all other sentences. Each sentence is searched four times:
 
     1. as a whole
     2. without the choices that it denies: `not a circle but a kite`
     3. up to the words that begin a reason: `a square, since a circle has no sides`
+    4. behind the last equals sign: `180 - 30 - 90 = 60`
     """
     for sentence in _sentences_conclusions_first(text):
         text_before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
-        searches = ((sentence, True), (sentence, False), (text_before_reason, True))
+        result_of_equation = sentence.rpartition("=")[2] if "=" in sentence else ""
+        searches = (
+            (sentence, True),
+            (sentence, False),
+            (text_before_reason, True),
+            (result_of_equation, True),
+        )
         for searched_text, count_denied in searches:
             indices = set(matcher.mentioned_indices(searched_text, count_denied=count_denied))
             if len(indices) == 1:

@@ -14,7 +14,7 @@ from adora_vl.rewards import grade
 
 # Words before or after a letter that call it wrong. ` | ` stands in the place of the letter.
 _CALLED_WRONG_PATTERN = re.compile(
-    r"\b(?:incorrect|wrong|false|other)\s+\|"
+    r"\b(?:incorrect|wrong|false|other|neither|nor)\s+(?:option\s+|choice\s+)?[(（]?\|"
     r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
     r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
@@ -25,6 +25,8 @@ _DENIAL_PATTERN = re.compile(
 )
 # Words after a letter that only suppose it to be right: `answer B would be right if ...`.
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
+# An article before a word: `a + b` and `a b` begin with an unknown.
+_ARTICLE_PATTERN = re.compile(r"^(?:an?|the) (?=[a-z]{2})")
 # A text with more characters is a sentence and no value. Comparing values takes long.
 _MAX_VALUE_CHARS = 100
 # How many characters before or after a letter (or a choice) are searched for a list that it is
@@ -130,8 +132,9 @@ class ChoiceMatcher:
         """
         plain_text = without_markup(text)
         normalised_text = normalise_choice_text(plain_text)
-        if normalised_text and normalised_text in self.normalised_choices:
-            return self.normalised_choices.index(normalised_text)
+        index_of_same_text = self.index_by_same_text(normalised_text)
+        if index_of_same_text is not None:
+            return index_of_same_text
         letter = self._match_letter_of_short_text(plain_text)
         if letter and self.is_in_letter_list(plain_text, letter):
             return None
@@ -152,6 +155,19 @@ class ChoiceMatcher:
             if _without_unit(choice) == number
         ]
         return indices[0] if len(indices) == 1 else None
+
+    def index_by_same_text(self, normalised_text: str) -> int | None:
+        """Return the index of the first choice with this text, with or without an article.
+
+        `kite` and `the kite` are the choice `a kite`. Returns None without such a choice.
+        """
+        if not normalised_text:
+            return None
+        if normalised_text in self.normalised_choices:
+            return self.normalised_choices.index(normalised_text)
+        bare_text = _ARTICLE_PATTERN.sub("", normalised_text)
+        bare_choices = [_ARTICLE_PATTERN.sub("", choice) for choice in self.normalised_choices]
+        return bare_choices.index(bare_text) if bare_text in bare_choices else None
 
     def _match_letter_of_short_text(self, text: str) -> re.Match[str] | None:
         """Match the letter of a choice in a short text: alone, in front, or at the end in brackets.

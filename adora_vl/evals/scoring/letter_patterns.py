@@ -7,9 +7,9 @@ from typing import NamedTuple
 # Words that say that the next letter is the answer. `option B` alone does not say so, since it may
 # be called wrong.
 _ANSWER_WORDS_REGEX = (
-    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
+    r"(?:\b(?:answers?|(?:correct|right|best|selected|chosen) (?:option|choice)(?: letter)?|letter)"
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
-    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
+    r"|\b(?:answer|(?:correct|right|best|selected|chosen) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
     r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])"
     r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b"
     r"|\bit (?:must|should|has to) be\b"
@@ -22,7 +22,7 @@ _ANSWER_WORDS_REGEX = (
 # Words after which a letter is the answer if it ends its clause: `therefore I think it is B`,
 # `Therefore: B`.
 _CONCLUSION_WORDS_REGEX = (
-    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
+    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleav(?:es|ing)\b"
     r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
     r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
 )
@@ -100,7 +100,7 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
         bracketed_letter=re.compile(rf"[(（]\s*({any_case})\s*[)）]"),
         named_letter=re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b"),
         fitting_letter=re.compile(
-            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
+            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|satisfies|holds|(?:is|must be)"
             r"(?: the)? (?:correct|right|answer|best|only one)\b)"
         ),
         letter_with_verdict=re.compile(

@@ -11,6 +11,7 @@ from adora_vl.evals.scoring.response_text import (
     find_answer_in_json,
     is_refusal,
     split_sentences,
+    without_labels,
     without_markup,
 )
 from adora_vl.rewards.answer import parse_value, without_currency
@@ -109,7 +110,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
     response = find_answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
-    answer_part = cut_before_next_question(response)
+    answer_part = without_labels(cut_before_next_question(response))
     text = without_markup(answer_part).strip()
     text_without_units = re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text)
     lone_number = _NUMBER_PATTERN.fullmatch(text_without_units)

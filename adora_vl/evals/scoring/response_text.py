@@ -9,6 +9,15 @@ _NEXT_QUESTION_PATTERN = re.compile(
     r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
     r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
 )
+# `Step 1:` and `**Question 2:**` at the beginning of a line: their numbers count. Headings such as
+# `### Step 2` keep theirs, since a heading alone is no answer.
+_LABEL_PATTERN = re.compile(
+    r"^[^\S\n]*(\**)[^\S\n]*(?:step|part|question|problem|case|phase)\s*\d{1,2}\b"
+    r"\s*(?:[.:)–—-]|(?=[*\n]|$))",
+    re.IGNORECASE | re.MULTILINE,
+)
+# The number of an item of a list: `2. ` and `**2)** `, before a word.
+_ITEM_NUMBER_PATTERN = re.compile(r"^([^\S\n]*\**)(\d{1,2})[.)]\**[^\S\n]+(?=\S)", re.MULTILINE)
 # LaTeX commands that only change the look of their argument.
 _WRAPPER_COMMAND_PATTERN = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
@@ -60,6 +69,19 @@ def cut_before_next_question(response: str) -> str:
         return response
     text_before = response[: next_question.start()]
     return text_before if text_before.strip() else response
+
+
+def without_labels(text: str) -> str:
+    """Remove the numbers of steps, questions and list items at the beginning of lines.
+
+    `Step 1: Count 18` becomes `Count 18`. Items have to be numbered 1, 2 and so on: `15. I counted
+    them` is no item of a list, and stays.
+    """
+    text = _LABEL_PATTERN.sub(r"\1", text)
+    item_numbers = [int(item[2]) for item in _ITEM_NUMBER_PATTERN.finditer(text)]
+    if item_numbers[:2] != [1, 2]:
+        return text
+    return _ITEM_NUMBER_PATTERN.sub(r"\1", text)
 
 
 def without_markup(text: str) -> str:
