@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from adora_vl.config.dry_run_options import DryRunOptions, planned_sharding
-from adora_vl.config.sharding import Sharding, sharding_from_environment, with_deepspeed
+from adora_vl.config.sharding import (
+    Sharding,
+    refuse_second_deepspeed,
+    sharding_from_environment,
+    with_deepspeed,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -79,11 +84,13 @@ class RunContext:
             options: Those of `--dry-run`.
             on_this_machine: Whether it plans for this machine.
 
-        Raises `UserError` for FSDP, which is not supported.
+        Raises `UserError` for FSDP, which is not supported, and where both the key and the
+        accelerate config set up DeepSpeed.
         """
         sharding = planned_sharding(options)
+        refuse_second_deepspeed(config.deepspeed, launch_has_stage=sharding.stage is not None)
         # An accelerate config says itself what DeepSpeed divides. Without one, the key `deepspeed`
-        # may start it. accelerate refuses both, in the run.
+        # may start it.
         if config.deepspeed or options.accelerate_config is None:
             sharding = with_deepspeed(sharding, config.deepspeed_plugin)
         return cls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.config.command import CliArgs, convert_cli_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import build_methods_and_set_keys, replace_functions_by_names
+from adora_vl.config.sharding import refuse_second_deepspeed
 from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import enum_value, to_json_types
 from adora_vl.utils.errors import UserError
@@ -54,6 +56,10 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         self._refuse_contradictions()
         # Before TRL's own checks, because a method may set keys of TRL.
         self.methods = build_methods_and_set_keys(self, functions)
+        # A dry run plans for the launch that its options name, and not for its own.
+        if planned_processes is None:
+            launch_has_stage = "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ
+            refuse_second_deepspeed(self.deepspeed, launch_has_stage=launch_has_stage)
         if self.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             # From here on DeepSpeed may ask torch for operators, and torch would wait for ever.
             release_killed_builds()

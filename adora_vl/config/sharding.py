@@ -177,6 +177,22 @@ def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sh
     return Sharding(processes=processes, machines=max(1, processes // local_processes))
 
 
+def refuse_second_deepspeed(key: object, *, launch_has_stage: bool) -> None:
+    """Raise `UserError` if both the key `deepspeed` and the accelerate config set up DeepSpeed.
+
+    accelerate refuses that too, with a message about an option that the user has not given.
+
+    Args:
+        key: The value of `deepspeed`; empty without it.
+        launch_has_stage: Whether the accelerate config has a ZeRO stage.
+    """
+    if key and launch_has_stage:
+        raise UserError(
+            "deepspeed: the accelerate config sets a ZeRO stage already, and only one of them can "
+            "hold; leave out the key, or launch with a config that has no DeepSpeed"
+        )
+
+
 def with_deepspeed(sharding: Sharding, plugin: DeepSpeedPlugin | None) -> Sharding:
     """Return a sharding with what DeepSpeed divides and offloads in a run.
 

@@ -50,7 +50,7 @@ from adora_vl.utils.launch import (
     use_one_gpu,
 )
 from tests.support.commands import parse
-from tests.support.stand_ins import training_config
+from tests.support.stand_ins import checked_config, training_config
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = REPOSITORY / "configs"
@@ -155,6 +155,22 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     ):
         with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):
             context()
+
+
+def test_deepspeed_is_refused_where_the_launch_sets_it_up_too(monkeypatch, tmp_path):
+    """A run knows the launch by its variable, and a dry run by the accelerate config."""
+    file = tmp_path / "zero2.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    with_key = training_config(deepspeed=str(file))
+    zero3 = DryRunOptions(accelerate_config=Path("configs/accelerate/cpu_zero3.yaml"))
+    with pytest.raises(UserError, match="^deepspeed: the accelerate config sets a ZeRO stage"):
+        RunContext.of_dry_run(with_key, zero3, on_this_machine=True)
+    RunContext.of_dry_run(with_key, DryRunOptions(), on_this_machine=True)
+    RunContext.of_dry_run(training_config(), zero3, on_this_machine=True)
+
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(UserError, match="^deepspeed: the accelerate config sets a ZeRO stage"):
+        checked_config(deepspeed=str(file))
 
 
 def test_deepspeed_is_refused_where_accelerate_would_not_start_it(monkeypatch):
