@@ -393,14 +393,20 @@ class GroupTurns:
             return self.prompts
         row_by_key = {key: row for row, key in enumerate(self.unfinished)}
         rows = [row_by_key[key] for key in rollouts]
+        completions = [rollout.tokens for rollout in rollouts.values()]
+        pictures = [
+            [picture.image for picture in rollout.pictures] for rollout in rollouts.values()
+        ]
+        if not rollouts:
+            # The stand-in is the first prompt, as if nothing had been sampled from it.
+            rows = [0]
+            completions = [[]]
+            pictures = [[]]
         return self.group_sampler.prompt_reader.images.continued_prompts(
             self.prompts,
-            rows=rows or [0],
-            completions=[rollout.tokens for rollout in rollouts.values()] or [[]],
-            pictures=[
-                [picture.image for picture in rollout.pictures] for rollout in rollouts.values()
-            ]
-            or [[]],
+            rows=rows,
+            completions=completions,
+            pictures=pictures,
             mode=self.key.mode,
         )
 
