@@ -299,6 +299,8 @@ def check_row(row: Prediction) -> str | None:
         choices = row["choices"]
         if not 1 <= len(choices or []) <= 26:  # each choice has a letter
             return f"is multiple choice with choices = {choices!r}, expected 1 to 26 of them"
+        if row["answer"] not in choices:  # all rules compare with the text of a choice
+            return f"has answer = {row['answer']!r}, expected the text of one of its choices"
     if row["answer_type"] == "float":
         places = row["precision"]
         if not isinstance(places, int | float) or not 0 <= places <= _MAX_DECIMAL_PLACES:

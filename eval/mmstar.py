@@ -43,7 +43,7 @@ from adora_vl.utils.errors import UserError
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {
     "question": TEXT_VALUE,
-    "answer": matching_text(r"\s*[A-Za-z]\s*", "a letter"),
+    "answer": matching_text(r"\s*[A-Da-d]\s*", "a letter from A to D"),
     "category": TEXT_VALUE,
     "l2_category": TEXT_VALUE,
 }

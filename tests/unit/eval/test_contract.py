@@ -133,6 +133,12 @@ def answer_with_references(problems: list[Problem], template: str) -> list[dict[
         ("wemath", {"key": "2steps_3"}, "has key = '2steps_3', expected such as 2steps_1"),
         ("wemath", {"answer": "H2"}, "has answer = 'H2', expected a letter"),
         ("mmstar", {"answer": "dam"}, "has answer = 'dam', expected a letter"),
+        ("mmstar", {"answer": "E"}, "has answer = 'E', expected a letter from A to D"),
+        (
+            "mathvista",
+            {"answer": "6", "question_type": "multi_choice", "choices": ["4", "5"]},
+            "has answer = '6', expected the text of one of its choices",
+        ),
         (
             "mathvision",
             {"answer": "F", "options": list("abcde")},
