@@ -88,6 +88,7 @@ from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
+from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import set_default_file_modes
 from adora_vl.utils.seeding import seeded_by_key
@@ -782,6 +783,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             reason_to_stop = self.parts.skip_bad_steps.reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
+            # Transformers ends a training with a line in the log if its data give no batch.
+            if steps_done() == 0:
+                raise RunError(
+                    "no step was made: the stream of problems ends before it has the "
+                    f"{pluralize(self.layout.prompts_per_generation, 'prompt')} of a generation"
+                )
         return output
 
     def _checkpoint_of_finished_run(self) -> Path | None:

@@ -241,13 +241,19 @@ def system_message_text(prompt: str | Sequence[Mapping[str, Any]]) -> str | None
 def any_row_has_images(dataset: Dataset) -> bool:
     """Return whether any row of a data set from Python has an image.
 
-    Raises `UserError` without a column `prompt`, and for a row with images whose prompt is a text.
+    Raises `UserError` without a column `prompt`, with two columns of images, and for a row with
+    images whose prompt is a text.
     """
     if "prompt" not in dataset.column_names:
         raise UserError(
             f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)}); "
             "add the messages that ask each row, or load prepared data and tables with "
             "adora_vl.load_problems"
+        )
+    if set(_IMAGE_COLUMNS) <= set(dataset.column_names):
+        raise UserError(
+            "train_dataset: has the columns 'image' and 'images', of which TRL would read the second "
+            "alone; remove one of them"
         )
     any_images = False
     for row in iterate_prompts(dataset):

@@ -377,11 +377,11 @@ def try_rewards(
         if name not in ("prompt", "completion"):
             columns[name] = [row[name] for row in rows]
     arguments: dict[str, Any] = {
+        **columns,
         "prompts": [row["prompt"] for row in rows],
         "completions": completions,
         "completion_ids": [[0]] * len(rows),
         "thinking_opened": [False] * len(rows),
-        **columns,
         "trainer_state": state,
         "log_extra": lambda *_: None,
         "log_metric": lambda *_: None,

@@ -209,7 +209,7 @@ class _SafeFunction:
     unscored: dict[int, str]  # by the number of a completion, why it has no score
     folder: Path  # the working directory to which each call returns
 
-    def call(self, **arguments: Any) -> list[float | None]:
+    def call(self, /, **arguments: Any) -> list[float | None]:
         """Return the rewards of a plain function, or zeros where it fails.
 
         The function may change the working directory, hang, or fork a process; the `with` undoes
@@ -247,7 +247,7 @@ class _SafeFunction:
                     )
             return self._record_failure(error, arguments, completion_index)
 
-    async def call_async(self, **arguments: Any) -> list[float | None]:
+    async def call_async(self, /, **arguments: Any) -> list[float | None]:
         """Return the rewards of an `async def`, or zeros where it fails.
 
         The function may change the working directory, hang, or fork a process; the `with` undoes

@@ -191,17 +191,17 @@ def _function_arguments(unscored_groups: UnscoredGroups) -> dict[str, Any]:
         row_for_rewards(row, rollout)
         for row, rollout in zip(unscored_groups.rows, rollouts, strict=True)
     ]
-    arguments: dict[str, Any] = {
-        "prompts": unscored_groups.prompts.messages,
-        "completions": unscored_groups.completions,
-        "completion_ids": [rollout.policy_tokens for rollout in rollouts],
-    }
+    arguments: dict[str, Any] = {}
     for name in rows[0]:
         if name not in _REPLACED_COLUMNS:
             arguments[name] = [row.get(name) for row in rows]
-    # It is set after the columns of the rows, and replaces a column of the same name.
-    arguments["thinking_opened"] = unscored_groups.thinking_opened
-    return arguments
+    # They replace columns of the same names. A data set may have completions of another model.
+    return arguments | {
+        "prompts": unscored_groups.prompts.messages,
+        "completions": unscored_groups.completions,
+        "completion_ids": [rollout.policy_tokens for rollout in rollouts],
+        "thinking_opened": unscored_groups.thinking_opened,
+    }
 
 
 @dataclass(frozen=True)

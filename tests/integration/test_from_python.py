@@ -35,7 +35,7 @@ from adora_vl.preflight.request import (
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record.progress import ProgressLine
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import RunError, UserError
 from data_prep.__main__ import main as data_prep
 from tests.support.paths import REPOSITORY
 
@@ -658,6 +658,40 @@ def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path)
     assert [row["extracted"] for row in record] == 2 * [str(number / 2) for number in range(8)]
     assert [row["false"] for row in record] == 2 * list(range(8))
     assert {(row["steps"], row["new"]) for row in record} == {(None, None)}
+
+
+def test_rewards_judge_the_rollouts_where_a_column_of_the_data_has_the_name_of_their_argument(
+    tmp_path,
+):
+    """A data set may have answers of another model in a column `completions`, and a column `self`.
+
+    The reward gets its own `completions` and `prompts`, and the other columns as they are.
+    """
+    judged: list[Any] = []
+
+    def reward(prompts, completions, source, **kwargs):
+        judged.extend(zip(prompts, completions, source, strict=True))
+        return reward_every_second_completion(completions)
+
+    columns = {"completions": "of a model", "prompts": "theirs", "source": "s", "self": 1}
+    rows = Dataset.from_list([{**row, **columns} for row in EIGHT_ROWS])
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **{**KEYS_OF_TWO_STEPS, "save_strategy": "no"})
+    AdoraGRPOTrainer("tiny", reward, args, rows).train()
+    assert judged
+    for prompt, completion, source in judged:
+        assert prompt[-1]["role"] == "user"
+        assert completion[0]["role"] == "assistant"
+        assert source == "s"
+
+
+def test_a_stream_that_ends_before_its_first_generation_is_an_error_and_no_finished_run(tmp_path):
+    """Transformers would end such a training after no step, with a line in the log alone."""
+    stream = Dataset.from_list(EIGHT_ROWS[:1]).to_iterable_dataset()
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **KEYS_OF_TWO_STEPS)
+    trainer = AdoraGRPOTrainer("tiny", reward_every_second_completion, args, stream)
+    with pytest.raises(RunError, match="ends before it has the 2 prompts of a generation"):
+        trainer.train()
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
 
 
 # An epoch of three rows is one generation of three micro-batches, so its second step has one alone.
