@@ -55,7 +55,6 @@ IGNORED_KEYS = {
     "adora_self_check",
     "dataset_name",
     "model_name_or_path",
-    "model_init_kwargs",
     "ddp_timeout",
     "adora_columns",  # what was read is compared
     "adora_overlong_prompts",  # the rows that it leaves out are compared
@@ -78,6 +77,24 @@ _IGNORED_PREFIXES = (
     "vllm_server_",
     "trackio_",
 )
+# Arguments of `from_pretrained` that a key of their own says too, or that say only how the weights
+# are read. Any other entry of `model_init_kwargs` changes the model.
+_LOADING_ARGUMENTS = {
+    "dtype",
+    "attn_implementation",
+    "revision",
+    "quantization_config",
+    "token",
+    "cache_dir",
+    "device_map",
+    "force_download",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "proxies",
+    "trust_remote_code",
+    "use_safetensors",
+}
 # Keys that influence the steps only if there is a budget.
 _BUDGET_KEYS = {
     "adora_rollouts.budget",
@@ -161,6 +178,12 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
         for field in dataclasses.fields(section):
             value = without_secrets(to_json_types(getattr(section, field.name)))
             values |= with_dotted_keys(field.name, value)
+    # Without entries that change the model there is no text, as with the key null.
+    for name in list(values):
+        key, _, argument = name.partition(".")
+        is_for_loading = not argument or argument.partition(".")[0] in _LOADING_ARGUMENTS
+        if key == "model_init_kwargs" and is_for_loading:
+            del values[name]
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
         values["adora_reward"] = normalize_reward_entries(rewards)

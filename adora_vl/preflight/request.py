@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from trl.trainer.utils import get_config_model_id
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.command import CliArgs
-from adora_vl.config.schema import build_configs
+from adora_vl.config.schema import Configs, build_configs
 from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.utils.errors import UserError
@@ -106,6 +106,7 @@ def request_from_command(
     Raises `UserError`.
     """
     configs = build_configs(cli_args, planned_processes=planned_processes)
+    _copy_init_kwargs_to_keys(configs, cli_args.set_keys)
     return RunRequest(
         config=configs.training,
         model=ModelSource(model_args=configs.model, peft_config=make_lora_config(configs.model)),
@@ -113,6 +114,36 @@ def request_from_command(
         cli_args=cli_args,
         max_rows=max_rows,
     )
+
+
+# Arguments of `from_pretrained` for which a command has a key, and that key.
+_KEY_BY_INIT_ARGUMENT = {
+    "dtype": "dtype",
+    "attn_implementation": "attn_implementation",
+    "revision": "model_revision",
+}
+
+
+def _copy_init_kwargs_to_keys(configs: Configs, set_keys: Collection[str]) -> None:
+    """Copy arguments of `model_init_kwargs` to the keys that say the same.
+
+    The model is loaded with the arguments, and checks, manifest and fingerprint read the keys. For
+    example, `model_init_kwargs: {dtype: bfloat16}` becomes `dtype: bfloat16`.
+
+    `set_keys`: the keys that the user has set. Raises `UserError` where one of them contradicts.
+    """
+    init_kwargs = dict(configs.training.model_init_kwargs or {})
+    for argument, key in _KEY_BY_INIT_ARGUMENT.items():
+        if init_kwargs.get(argument) is None:
+            continue
+        value = init_kwargs[argument]
+        value_of_key = getattr(configs.model, key)
+        if key in set_keys and value_of_key != value:
+            raise UserError(
+                f"model_init_kwargs: {argument}: {value} contradicts {key}: {value_of_key}; leave "
+                "one of the two out"
+            )
+        setattr(configs.model, key, value)
 
 
 def copy_or_default_config(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:

@@ -432,6 +432,23 @@ def test_a_reward_function_that_was_edited_is_another_run():
     ]
 
 
+def test_arguments_of_the_model_s_loading_count_where_they_change_the_model():
+    """A token of the hub may change in the middle of a run, and the number of layers may not."""
+
+    def fingerprint_with_arguments(arguments: object) -> dict[str, str]:
+        config = training_config(model_init_kwargs=arguments)
+        return compute_fingerprint(config, data=["d"], model="m", revision="r", processes=1)
+
+    without_arguments = fingerprint_with_arguments(None)
+    loading = {"token": "t", "device_map": "auto", "dtype": "float32"}
+    assert fingerprint_differences(without_arguments, fingerprint_with_arguments(loading)) == []
+    other_model = fingerprint_with_arguments({"num_hidden_layers": 2, "rope": {"theta": 1}})
+    assert fingerprint_differences(without_arguments, other_model) == [
+        "model_init_kwargs.num_hidden_layers: not set -> 2",
+        "model_init_kwargs.rope.theta: not set -> 1",
+    ]
+
+
 def test_a_judge_that_has_moved_is_the_same_run():
     """Its address and the number of calls at once do not change what it says; its model does."""
 
