@@ -101,6 +101,28 @@ def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionPara
     return params
 
 
+def _structured_outputs(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameter `structured_outputs` as vLLM's own class; empty if it is no mapping.
+
+    `parameters`: parameters of sampling, with or without it.
+    """
+    options = parameters.get("structured_outputs")
+    if not isinstance(options, Mapping):
+        return {}
+    return {"structured_outputs": StructuredOutputsParams(**options)}
+
+
+def try_sampling_parameters(parameters: Mapping[str, Any]) -> None:
+    """Build vLLM's sampling parameters. Raises `UserError` for those that vLLM refuses.
+
+    `parameters`: arguments of vLLM's `SamplingParams`.
+    """
+    try:
+        SamplingParams(**{**parameters, **_structured_outputs(parameters)})
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise UserError(f"generation_kwargs: refused by vLLM ({describe_error(error)})") from error
+
+
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
     """Let the ranks of a CPU engine that is built in the block use shared memory of their own.
@@ -260,8 +282,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         # Flat lists, since the host would take longer to make an object for a token than a GPU
         # takes to sample the token.
         options["flat_logprobs"] = True
-        if isinstance(options.get("structured_outputs"), dict):
-            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        options |= _structured_outputs(options)
         # vLLM refuses a greedy request for several rollouts, which would all be equal.
         is_greedy = options["temperature"] == 0
         # Each group of requests becomes one request of vLLM.

@@ -457,6 +457,18 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     ]
 
 
+def test_a_request_for_few_tokens_asks_for_no_longer_answer():
+    """vLLM refuses `min_tokens` above the tokens that one request may sample.
+
+    The answers by which engine and policy are compared are shorter than those of the run.
+    """
+    settings = {"min_tokens": 10, "max_tokens": 16}
+    short = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=8)
+    unlimited = SamplingRequest(prompt_ids=[1], images=[], group=0)
+    assert short.sampling_parameters(settings) == {"min_tokens": 8, "max_tokens": 8}
+    assert unlimited.sampling_parameters(settings) == settings
+
+
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
     """Ranks that divide an engine send it the requests of all, and keep their own results.
 
