@@ -19,6 +19,7 @@ _USUAL_RATIO_CAP = 5.0  # CISPO's cap in ScaleRL (arXiv 2510.13786)
 def check_loss(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys with which the loss would not be what `loss_type` promises."""
     _check_ratio_bounds(config)
+    _check_engine_ratio_bounds(config)
     _check_sampling_level(config)
     _check_entropy(config)
 
@@ -49,6 +50,28 @@ def _check_ratio_bounds(config: AdoraGRPOConfig) -> None:
             f"delta: {config.delta:g} is the second bound of the ratio, beyond the clip at "
             f"{clip:g} (1 + epsilon_high); set a larger one, such as {2 + epsilon_high:g}, or "
             "leave it out"
+        )
+
+
+def _check_engine_ratio_bounds(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for bounds of the ratio of policy to engine that leave out the ratio 1.
+
+    It is 1 where policy and engine agree. Such bounds would scale every gradient, or mask nearly
+    every token, and nothing in the log would say so.
+    """
+    if not config.use_vllm or not config.vllm_importance_sampling_correction:
+        return
+    highest = config.vllm_importance_sampling_clip_max
+    if highest is not None and highest < 1:
+        raise UserError(
+            f"vllm_importance_sampling_clip_max: {highest:g} is below 1, the ratio of a policy and "
+            "an engine that agree, so every token would be cut; set one above 1, such as 3.0"
+        )
+    lowest = config.vllm_importance_sampling_clip_min
+    if lowest is not None and lowest > 1:
+        raise UserError(
+            f"vllm_importance_sampling_clip_min: {lowest:g} is above 1, the ratio of a policy and "
+            "an engine that agree, so every token would be cut; set one below 1, such as 0.5"
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from accelerate.utils import parse_flag_from_env
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import (
     is_torch_bf16_gpu_available,
     is_torch_cuda_available,
+    is_torch_tf32_available,
     is_torch_xla_available,
 )
 from trl import GRPOConfig, ModelConfig
@@ -20,9 +22,10 @@ from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import build_methods_and_set_keys, replace_functions_by_names
 from adora_vl.config.sharding import refuse_second_deepspeed
 from adora_vl.config.values import annotations_of_keys, convert_fields
-from adora_vl.utils.cli import enum_value, to_json_types
+from adora_vl.utils.cli import enum_value, flow_mapping, to_json_types
+from adora_vl.utils.convert import refuse_unknown_options
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.launch import release_killed_builds
+from adora_vl.utils.launch import release_killed_builds, under_launcher
 from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -87,15 +90,24 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def _refuse_contradictions(self) -> None:
         """Raise `UserError` for two keys that exclude each other, with their values and the remedy.
 
-        The libraries refuse them too, but say neither.
+        The libraries refuse most of them too, but say neither.
         """
         if self.bf16 and self.fp16:
             raise UserError("bf16: true, but fp16: true as well; set one of them to false")
+        # accelerate ignores it on a CPU, and computes in float32.
+        if self.fp16 and self.use_cpu:
+            raise UserError("fp16: true needs a GPU, and use_cpu is true; set fp16 to false")
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise UserError(
                 f"generation_batch_size: {self.generation_batch_size}, but steps_per_generation: "
                 f"{self.steps_per_generation} says the same in other words; leave one of them out"
             )
+        options = self.accelerator_config
+        if isinstance(options, str):
+            options = flow_mapping(options)
+        if isinstance(options, dict):
+            names = [option.name for option in fields(AcceleratorConfig)]
+            refuse_unknown_options("accelerator_config", options, names)
 
     def _init_trl_keys(self, planned_processes: int | None) -> None:
         """Let TRL check its keys and fill in those that follow from others.
@@ -113,6 +125,8 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         num_generations_eval: Any = vars(self).get("num_generations_eval")
         # A dry run plans also for a GPU that this machine lacks, which Transformers refuses.
         gpu_key = key_that_needs_missing_gpu(self) if planned_processes is not None else None
+        user_tf32: Any = vars(self).get("tf32")
+        user_backend: Any = vars(self).get("ddp_backend")
         try:
             # TRL refuses evaluation batches of partial groups, but whether it evaluates at all is
             # only known once there are data. A group size of 1 passes its check.
@@ -122,6 +136,11 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                 self.use_cpu = True
                 self.bf16 = False
                 self.fp16 = False
+                self.tf32 = None
+            if not under_launcher():
+                # Without processes to connect, Transformers would fail in a backend, and a dry run
+                # plans for processes that are not here.
+                self.ddp_backend = None
             super().__post_init__()
         except ValueError:
             self._check_groups(
@@ -131,6 +150,8 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         finally:
             self.num_generations_eval = num_generations_eval
             del self._processes_for_trl
+            self.tf32 = user_tf32
+            self.ddp_backend = user_backend
             if gpu_key is not None:
                 self.use_cpu = False
                 setattr(self, gpu_key, True)
@@ -316,6 +337,8 @@ def check_device(config: AdoraGRPOConfig) -> None:
     key = key_that_needs_missing_gpu(config)
     if key is not None:
         raise UserError(f"{key}: true needs a GPU, and there is none here; {_CPU_RECIPE}")
+    if config.tf32 and not is_torch_tf32_available():
+        raise UserError("tf32: true needs an NVIDIA GPU of Ampere or newer; leave it out")
     if config.use_cpu or not computes_in_bf16(config.bf16, config.fp16):
         return
     if not is_torch_bf16_gpu_available() and not is_torch_xla_available():

@@ -29,6 +29,8 @@ TYPE_BY_TRL_KEY: dict[str, Any] = {
             "lora_r",
             "lora_alpha",
             "save_steps",
+            "ref_model_sync_steps",
+            "ddp_timeout",
         ),
         _Count,
     ),
@@ -39,16 +41,25 @@ TYPE_BY_TRL_KEY: dict[str, Any] = {
             "generation_batch_size",
             "eval_steps",
             "save_total_limit",
+            "dataloader_prefetch_factor",
         ),
         _Count | None,
     ),
     **dict.fromkeys(
-        ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
+        (
+            "temperature",
+            "repetition_penalty",
+            "num_train_epochs",
+            "logging_steps",
+            "vllm_server_timeout",
+        ),
+        _Positive,
     ),
     **dict.fromkeys(
         (
             "learning_rate",
             "max_grad_norm",
+            "weight_decay",
             "epsilon",
             "beta",
             "entropy_coef",
@@ -78,6 +89,12 @@ TYPE_BY_TRL_KEY: dict[str, Any] = {
     "max_steps": _Count | Literal[-1],
     "top_k": Annotated[int, Field(ge=-1)],
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
+    "ref_model_mixup_alpha": Annotated[float, Field(ge=0, le=1)],
+    "dataloader_num_workers": Annotated[int, Field(ge=0)],
+    **dict.fromkeys(
+        ("vllm_server_port", "vllm_group_port"), Annotated[int, Field(ge=1, le=2**16 - 1)]
+    ),
+    "vllm_model_impl": Literal["auto", "vllm", "transformers"],
     "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
     "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
     "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,

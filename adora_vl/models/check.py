@@ -177,7 +177,7 @@ def check_model_parts(
     if layer_config is None and not frozen:
         return
     try:
-        model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=layer_config)
+        shape = model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=layer_config)
     except UserError:
         raise
     except (ValueError, KeyError) as error:
@@ -196,6 +196,10 @@ def check_model_parts(
         raise UserError(
             f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}"
         ) from error
+    if shape.trained_parameters == 0:
+        raise UserError(
+            f"adora_freeze: {', '.join(frozen)}: nothing is left to train; leave out one of them"
+        )
 
 
 def _has_model_parts(

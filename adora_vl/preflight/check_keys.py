@@ -111,6 +111,13 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
             "measure; set it to true, or adora_max_drift: null to train unguarded"
         )
+    # Without the engine's log-probabilities the mask would not see how far it is from the policy.
+    if lacks_engine_logps and config.off_policy_mask_threshold is not None:
+        raise conflict_error(
+            f"off_policy_mask_threshold: {config.off_policy_mask_threshold:g}",
+            "vllm_importance_sampling_correction: false, without which the engine's "
+            "log-probabilities are not there",
+        )
     max_completion = config.max_completion_length
     if config.truncated_at is not None and config.truncated_at > max_completion:
         raise UserError(

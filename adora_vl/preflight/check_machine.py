@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -148,6 +150,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             raise UserError(
                 f"optim: {name} cannot be used here ({describe_error(error)}); use adamw_torch"
             ) from error
+    _refuse_unread_optimizer_arguments(config)
 
 
 def _check_optimizer_arguments(optim_args: str) -> None:
@@ -164,6 +167,40 @@ def _check_optimizer_arguments(optim_args: str) -> None:
             raise UserError(
                 f"optim_args: {optim_args!r} is not NAME=VALUE,NAME=VALUE with finite numbers"
             )
+
+
+def _refuse_unread_optimizer_arguments(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for an entry of `optim_args` that the optimizer does not read.
+
+    Transformers ignores it. It is found by trying: an entry is read if one of two values that no
+    optimizer has by default changes the optimizer's arguments, or is refused.
+    """
+    pairs = [pair for pair in (config.optim_args or "").replace(" ", "").split(",") if pair]
+    for pair in pairs:
+        remaining_pairs = [remaining for remaining in pairs if remaining != pair]
+        arguments_without = _optimizer_arguments(config, remaining_pairs)
+        argument = pair.partition("=")[0]
+        is_read = any(
+            _optimizer_arguments(config, [*remaining_pairs, f"{argument}={value}"])
+            != arguments_without
+            for value in ("?", "true")
+        )
+        if not is_read:
+            name = enum_value(config.optim)
+            raise UserError(
+                f"optim_args: {argument} is nothing that optim: {name} reads; leave it out (adam_beta1, "
+                "adam_beta2, adam_epsilon, weight_decay and learning_rate are keys)"
+            )
+
+
+def _optimizer_arguments(config: AdoraGRPOConfig, pairs: Sequence[str]) -> object:
+    """Return what Transformers makes of these `optim_args`, as a text; None if it refuses them."""
+    tried_config = copy(config)
+    tried_config.optim_args = ",".join(pairs)
+    try:
+        return repr(Trainer.get_optimizer_cls_and_kwargs(tried_config))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def check_several_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:

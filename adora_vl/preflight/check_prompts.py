@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from adora_vl.data.context_limit import (
     ContextLimit,
@@ -30,7 +33,7 @@ from adora_vl.models.families import sees_images
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.preflight.resolved_run import ModelInfo, PromptInfo
 from adora_vl.tools.run import Toolbox, ToolSet, build_view
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -71,6 +74,8 @@ def check_prompts(
     # The model's special tokens, such as the end of a turn, which no text may contain.
     tokens = control_tokens(processor)
     _refuse_control_tokens(config.chat_template_kwargs or {}, tokens)
+    if processor is not None:
+        _refuse_unread_template_options(config.chat_template_kwargs or {}, processor)
     toolbox = None
     if tools.functions:
         toolbox = Toolbox(
@@ -174,6 +179,46 @@ def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) ->
         raise UserError(
             f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
         )
+
+
+# Arguments of `apply_chat_template` that are the user's to choose.
+_TEMPLATE_ARGUMENTS = ("chat_template", "documents")
+
+
+def _refuse_unread_template_options(options: Mapping[str, Any], processor: ProcessorMixin) -> None:
+    """Raise `UserError` for an option of `chat_template_kwargs` that the template does not read.
+
+    Transformers hands such an option to the tokenizer and the image processor of the trainer, where
+    it may cut prompts or resize images. The engine would not know of it.
+
+    `options`: the value of `chat_template_kwargs`.
+    """
+    template = options.get("chat_template") or processor.chat_template
+    # A processor may have several templates by name; the named one, or "default", is used.
+    if isinstance(processor.chat_template, Mapping):
+        templates = processor.chat_template
+        template = templates.get(options.get("chat_template") or "default", template)
+    if not options or not isinstance(template, str):
+        return
+    try:
+        # By these Transformers tells options of the template from those of the processor.
+        variables = _get_template_variables(template)
+    except TemplateError as error:
+        raise UserError(
+            f"chat_template_kwargs: chat_template: it cannot be read ({describe_error(error)})"
+        ) from error
+    set_by_trainer = {*inspect.signature(processor.apply_chat_template).parameters}
+    for name in options:
+        if name in _TEMPLATE_ARGUMENTS:
+            continue
+        if name in set_by_trainer:
+            raise UserError(f"chat_template_kwargs: {name} is for the trainer to set; leave it out")
+        if name not in variables:
+            choices = sorted(variables - set_by_trainer - {"messages"})
+            raise UserError(
+                f"chat_template_kwargs: {name} is no variable of the model's chat template"
+                f"{did_you_mean(name, choices)}; leave it out"
+            )
 
 
 def _token_counter(

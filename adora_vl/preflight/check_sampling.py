@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
-from adora_vl.rollout.engine_settings import engine_scores_raw
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.rollout.engine_settings import complete_generation_kwargs, engine_scores_raw
+from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -66,6 +67,7 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
     """
     generation_kwargs = dict(config.generation_kwargs or {})
     _check_generation_kwargs(generation_kwargs, use_vllm=config.use_vllm)
+    _try_sampling_parameters(config, generation_kwargs)
     if "structured_outputs" in generation_kwargs and config.vllm_structured_outputs_regex:
         raise UserError(
             "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
@@ -109,6 +111,37 @@ def _check_generation_kwargs(generation_kwargs: Mapping[str, object], *, use_vll
                 f"generation_kwargs: {name}: {value} is nothing that Transformers knows"
                 f"{did_you_mean(name, known_names)}; leave it out"
             )
+
+
+def _try_sampling_parameters(
+    config: AdoraGRPOConfig, generation_kwargs: Mapping[str, object]
+) -> None:
+    """Raise `UserError` for a parameter that vLLM or Transformers does not have, or refuses.
+
+    Both would refuse it only when the first answers are sampled. A server may have another vLLM, so
+    its parameters are left to it, and a machine without vLLM tries none.
+
+    `generation_kwargs`: those of the config.
+    """
+    if config.has_colocated_engine and generation_kwargs and find_spec("vllm") is not None:
+        from adora_vl.rollout.llm import try_sampling_parameters  # imports vLLM: seconds
+
+        parameters = complete_generation_kwargs(generation_kwargs, banned_ids=(), is_colocated=True)
+        try_sampling_parameters({"max_tokens": config.max_completion_length, **parameters})
+    if config.use_vllm:
+        return
+    try:
+        GenerationConfig(
+            max_new_tokens=config.max_completion_length,
+            do_sample=True,
+            cache_implementation=config.cache_implementation,
+            **generation_kwargs,
+        ).validate()
+    except (TypeError, ValueError) as error:
+        key = "generation_kwargs"
+        if not generation_kwargs:
+            key = f"cache_implementation: {config.cache_implementation}"
+        raise UserError(f"{key}: refused by Transformers ({describe_error(error)})") from error
 
 
 def notes_on_filters(config: AdoraGRPOConfig) -> list[str]:

@@ -53,6 +53,12 @@ def check_trackers(report_to: Sequence[str]) -> None:
 
     Transformers refuses it too, but only after the weights are loaded.
     """
+    # Transformers reads these two words only where they stand alone.
+    for word in ("none", "all"):
+        if word in report_to:
+            raise UserError(
+                f"report_to: {', '.join(report_to)}: {word} stands alone; leave it out, or the others"
+            )
     for name in report_to:
         # most trackers are a package of the same name; an empty tuple means nothing to look for
         packages = _PACKAGES_BY_TRACKER.get(name, (name,))

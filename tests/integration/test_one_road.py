@@ -580,6 +580,87 @@ REFUSED_COMMANDS: list[tuple[str, str] | tuple[str, str, set[str]]] = [
         "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
         "sync_ref_model: true moves a reference model, and with an adapter",
     ),
+    ("--weight_decay -0.1", "weight_decay: -0.1 is not a number of at least 0"),
+    ("--ddp_timeout 0", "ddp_timeout: 0 is not a whole number of at least 1"),
+    ("--dataloader_num_workers -1", "dataloader_num_workers: -1 is not a whole number of at least"),
+    ("--vllm_server_port 70000", "vllm_server_port: 70000 is not a whole number of at least 1 and"),
+    ("--vllm_model_impl vlm", "vllm_model_impl: 'vlm' is not one of auto, vllm, transformers"),
+    (
+        "--beta 0.1 --sync_ref_model true --ref_model_sync_steps 0",
+        "ref_model_sync_steps: 0 is not a whole number of at least 1",
+    ),
+    (
+        "--beta 0.1 --sync_ref_model true --ref_model_mixup_alpha 5",
+        "ref_model_mixup_alpha: 5 is not a number of at least 0 and at most 1",
+    ),
+    (
+        "VLLM --vllm_importance_sampling_clip_max 0.5",
+        "vllm_importance_sampling_clip_max: 0.5 is below 1, the ratio of a policy and an engine",
+    ),
+    (
+        "VLLM --vllm_importance_sampling_clip_min 1.5",
+        "vllm_importance_sampling_clip_min: 1.5 is above 1, the ratio of a policy and an engine",
+    ),
+    (
+        "VLLM --vllm_importance_sampling_correction false --adora_max_drift null "
+        "--off_policy_mask_threshold 0.5",
+        "off_policy_mask_threshold: 0.5 does not go with vllm_importance_sampling_correction: false",
+    ),
+    (
+        '--generation_kwargs {"early_stopping":7}',
+        "generation_kwargs: refused by Transformers (ValueError: `early_stopping` must be",
+    ),
+    (
+        'VLLM --generation_kwargs {"presence":1}',
+        "generation_kwargs: refused by vLLM (TypeError: Unexpected keyword argument 'presence')",
+    ),
+    (
+        'VLLM --generation_kwargs {"min_tokens":65}',
+        "generation_kwargs: refused by vLLM (VLLMValidationError: min_tokens must be",
+    ),
+    (
+        "--cache_implementation statick",
+        "cache_implementation: statick: refused by Transformers (ValueError: Invalid `cache",
+    ),
+    (
+        '--chat_template_kwargs {"enable_thinkng":false}',
+        "chat_template_kwargs: enable_thinkng is no variable of the model's chat template",
+    ),
+    (
+        '--chat_template_kwargs {"add_generation_prompt":false}',
+        "chat_template_kwargs: add_generation_prompt is for the trainer to set; leave it out",
+    ),
+    (
+        '--chat_template_kwargs {"chat_template":"{%"}',
+        "chat_template_kwargs: chat_template: it cannot be read (TemplateSyntaxError",
+    ),
+    (
+        "--optim adamw_torch --optim_args betas=0.9",
+        "optim_args: betas is nothing that optim: adamw_torch reads; leave it out",
+    ),
+    (
+        "--adora_freeze vision_tower projector language_model",
+        "adora_freeze: vision_tower, projector, language_model: nothing is left to train",
+    ),
+    (
+        "--use_peft true --adora_freeze language_model",
+        "adora_freeze: language_model: nothing is left to train; leave out one of them",
+    ),
+    (
+        "--use_cpu true --bf16 false --fp16 true",
+        "fp16: true needs a GPU, and use_cpu is true; set fp16 to false",
+    ),
+    ("--tf32 true", "tf32: true needs an NVIDIA GPU of Ampere or newer; leave it out"),
+    (
+        '--accelerator_config {"even_batch":false}',
+        "accelerator_config: unknown option 'even_batch', it has",
+    ),
+    ("--report_to none tensorboard", "report_to: none, tensorboard: none stands alone"),
+    (
+        '--dtype float32 --model_init_kwargs {"dtype":"bfloat16"}',
+        "model_init_kwargs: dtype: bfloat16 contradicts dtype: float32; leave one of the two out",
+        {COMMAND, DRY_RUN, DOCTOR},  # from Python there is no key beside it
+    ),
     ("--label_smoothing_factor 0.1", "label_smoothing_factor: 0.1 has no labels to smooth"),
     (
         "--gradient_accumulation_steps 4 --steps_per_generation 2 --num_iterations 2",
@@ -881,6 +962,10 @@ REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
             )
         },
         "train_dataset: row 0: its prompt has a picture inside a message; put it into the column",
+    ),
+    (
+        {"train_dataset": equal_rows(8, image=Image.new("RGB", (56, 56)))},
+        "train_dataset: has the columns 'image' and 'images', of which TRL would read the second",
     ),
     (
         {"eval_dataset": equal_rows(4)},

@@ -381,7 +381,6 @@ ERRORS_OF_TRL = {
     "--warmup_steps=-1": "warmup_steps must be an integer or a float",
     "--auto_find_batch_size": "auto_find_batch_size is not supported by GRPO",
     "--dataloader_prefetch_factor=2": "--dataloader_prefetch_factor can only be set when data is loaded in",
-    '--accelerator_config={"a": 1}': "got an unexpected keyword argument 'a'",
 }
 
 

@@ -221,7 +221,9 @@ def test_keys_that_go_together_are_taken() -> None:
 
     Those that do not are in the table of tests/integration/test_one_road.py.
     """
-    check_machine.check_optimizer(checked_config(optim_args="beta1=0.9, eps=1e-8"))
+    check_machine.check_optimizer(
+        checked_config(optim="sgd", optim_args="momentum=0.9, nesterov=false")
+    )
     schedule = checked_config(
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
     )
