@@ -270,7 +270,7 @@ class StepParts:
             self.context,
             pipeline=build_pipeline(self.context.config),
             reward_weights_F=self._trainer.reward_weights,
-            tools=self._has_tools,
+            has_tools=self._has_tools,
         )
 
     @cached_property
@@ -366,8 +366,10 @@ class StepParts:
         """Skips optimizer steps whose gradients are not finite."""
         trainer = self._trainer
         # It is a function, since DeepSpeed's engine does not exist before the training begins.
-        deepspeed_engine = (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
-        return SkipBadSteps(self.context, self.ratio_guard, deepspeed_engine)
+        get_deepspeed_engine = (
+            (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
+        )
+        return SkipBadSteps(self.context, self.ratio_guard, get_deepspeed_engine)
 
     # ------------------------------------------------------------------------------------- the run
 
@@ -534,7 +536,7 @@ class StepParts:
             count_image_tokens=self.images.count_image_tokens,
             max_answers=config.max_tool_calling_iterations,
             decode=self._decode,
-            turn_tokens=config.adora_tool_options.turn_tokens,
+            max_turn_tokens=config.adora_tool_options.turn_tokens,
             context_length=self._server_context or config.vllm_max_model_length,
         )
 

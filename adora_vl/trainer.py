@@ -780,7 +780,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             # If too many steps in a row had unusable gradients, the training has ended early
             # without an error of its own, and this has the reason. Else it is None.
-            reason_to_stop = self.parts.skip_bad_steps.reason
+            reason_to_stop = self.parts.skip_bad_steps.stop_reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
             # Transformers ends a training with a line in the log if its data give no batch.

@@ -43,9 +43,9 @@ class Batch(TypedDict, total=False):
     """
 
     prompt_ids: Tensor  # (B, P), padded on the left
-    prompt_mask: Tensor
+    prompt_mask: Tensor  # (B, P), 0 at padding
     completion_ids: Tensor  # (B, C), padded on the right
-    completion_mask: Tensor
+    completion_mask: Tensor  # (B, C), 0 at padding
     advantages: Tensor  # (B,), or (B, C) where tokens are weighed
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), by the policy before it learns from this generation
@@ -53,19 +53,20 @@ class Batch(TypedDict, total=False):
     # (B, C), by the engine: NaN where it was not asked, minus infinity where it gave no number
     sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
-    tool_mask: Tensor  # (B, C)
+    tool_mask: Tensor  # (B, C), 1 at tokens that the policy sampled, 0 at tokens of tools
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
     pixel_values: Tensor  # patches, or their numbers (adora_vl.packing.image_store)
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # TRL has the columns above. This package adds those below.
-    # (B,), so many tokens at the beginning of a completion are not compared with the engine.
-    # Earlier weights have sampled them (adora_rollouts.budget). Where an extension changes the
-    # images of a rollout, none of its tokens are compared.
+    # (B,), how many tokens at the beginning of each completion are not compared with the engine:
+    # those that earlier weights have sampled (adora_rollouts.budget). Where an extension changes
+    # the images of a rollout, all of its tokens count.
     stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder
+    # (B,), the numbers of its rollouts in the record's tables (adora_vl.record.recorder)
+    rollout_number: Tensor
     # Only a micro-batch has the columns below.
     share_of_rows: float  # its number of rows, divided by the average of all micro-batches
     share_of_tokens: Tensor  # (), its number of tokens, divided by the average
@@ -116,8 +117,8 @@ class RowsOnCpu:
             columns: the batch's columns of images and tools by their names. Pixels are large and
                 stay on their device. Patch numbers of an image bank are copied.
         """
-        # Numbers of patches in an image bank, which are copied, or pixels, which stay where they
-        # are.
+        # Either numbers of patches in an image bank, which are copied, or pixels, which stay on
+        # their device.
         pixels: Any = columns.get("pixel_values")
         has_patch_numbers = pixels is not None and not pixels.is_floating_point()
         prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))

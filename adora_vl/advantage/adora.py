@@ -243,6 +243,9 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         40 tokens  20, 30      TAS: 40 is longer than 25, the mean     1
         20 tokens  20, 30      TDS: 20 is not longer than 25           0.1
 
+    The criterion `working` compares net claims in place of lengths: the true and new claims of a
+    rollout about the figure, less its false ones.
+
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
             NaN marks a rollout that was not scored.
@@ -280,6 +283,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         tds_P=tds_P,
         tas_P=tas_P,
         groups=groups,
+        # A tie: correct and wrong rollouts compare as equal, such as equally long.
         tds_by_tie_P=tds_P & verdict.is_tie_P,
     )
 

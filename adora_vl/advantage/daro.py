@@ -129,7 +129,8 @@ class DaroWeights:
             # Adam changes neither a parameter without a gradient nor its moments.
             log_weight.grad = None
             if is_present:
-                # With v = ln w this is the derivative of exp(v) L - v by v.
+                # With v = ln w, exp(v) L - v has the derivative exp(v) L - 1 by v. At a loss near 0
+                # the weight would grow without end, so a smaller loss than `min_loss` counts as it.
                 log_weight.grad = log_weight.detach().exp() * max(loss, self.min_loss) - 1
         self.optimizer.step()
 

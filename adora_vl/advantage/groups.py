@@ -208,18 +208,21 @@ def find_missing_scores(
     return has_no_score_NF & applies_NF & (weights_F != 0)
 
 
-def rollouts_without_reward(rewards_NF: Tensor, is_missing_NF: Tensor, weights_F: Tensor) -> Tensor:
+def rollouts_without_reward(
+    rewards_NF: Tensor, lacks_score_NF: Tensor, weights_F: Tensor
+) -> Tensor:
     """Return which rollouts have no complete reward: bool, (N,).
 
     Such a rollout lacks a score, or no function with a weight other than 0 has scored it.
 
     Args:
         rewards_NF: the score of each reward function, NaN where it returned None.
-        is_missing_NF: which scores are missing, from `find_missing_scores`.
+        lacks_score_NF: where a score is missing, as `find_missing_scores` returns it: NaN of a
+            function that applies to the rollout's problem.
         weights_F: TRL's `reward_weights`.
     """
     has_weighted_score_NF = ~torch.isnan(rewards_NF) & (weights_F != 0)
-    return is_missing_NF.any(dim=1) | ~has_weighted_score_NF.any(dim=1)
+    return lacks_score_NF.any(dim=1) | ~has_weighted_score_NF.any(dim=1)
 
 
 def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:

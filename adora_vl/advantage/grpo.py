@@ -98,7 +98,7 @@ class TrlAdvantages(NamedTuple):
     """The advantages of TRL, and the standard deviation of the rewards that it logs."""
 
     advantages_PG: Tensor
-    deviation: Tensor  # of each group, (P, 1), or of all rollouts, with one value
+    standard_deviation: Tensor  # of each group, (P, 1), or of all rollouts, with one value
 
 
 def compute_trl_advantages(
@@ -134,7 +134,7 @@ def compute_trl_advantages(
         advantages_PG = _normalise(batch_as_one_group, "group", TRL_EPS).view_as(sums_PG)
     return TrlAdvantages(
         advantages_PG=torch.nan_to_num(advantages_PG, nan=0.0),
-        deviation=_standard_deviation(sums_PG, scale),
+        standard_deviation=_standard_deviation(sums_PG, scale),
     )
 
 

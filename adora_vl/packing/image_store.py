@@ -28,7 +28,8 @@ Preprocess = Callable[..., BatchFeature]
 # Takes patches as they are stored, (R, F), uint8, and returns them as a vision tower reads them,
 # (R, D); see `PatchNormalizer`.
 Normalize = Callable[[Tensor], Tensor]
-PASSING = "adora_passing"  # key in the `info` of an image that is used once and not cached
+# A key in the `info` of a PIL image. An image that has it is used in one pass, and is not cached.
+PASSING = "adora_passing"
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,15 @@ def effective_settings(
 class ImageCache:
     """A cache of processed images by content: least recently used first out, bounded in bytes.
 
-    `processed` counts how often an image really went through the processor. `cached_bytes` is the
-    size of the cached patches.
+    `processed_count` says how often an image really went through the processor. `cached_bytes` is
+    the size of the cached patches.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         """Create an empty cache of at most `limit_bytes`."""
         self.limit_bytes = limit_bytes
         self.cached_bytes = 0
-        self.processed = 0
+        self.processed_count = 0
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
 
     def get(
@@ -194,7 +195,7 @@ class ImageCache:
             max_pixels=pixel_limits["longest_edge"],
             return_tensors="pt",
         )
-        self.processed += 1
+        self.processed_count += 1
         frames_RF = one_frame(output["pixel_values"], settings)
         processed = ProcessedImage(key, frames_RF, grid_3=output["image_grid_thw"][0])
         # An extension marks an image that it draws for a single pass. In the cache it would only
@@ -222,9 +223,10 @@ class ImageCache:
             processed_images = [
                 self.get(image_processor, image, settings) for image in flat_images(images)
             ]
-            frames = [processed.frames_RF for processed in processed_images]
-            # a single image is passed on without a copy
-            frames_RF = torch.cat(frames) if len(frames) > 1 else frames[0]
+            frames_by_image = [processed.frames_RF for processed in processed_images]
+            frames_RF = frames_by_image[0]  # a single image is passed on without a copy
+            if len(frames_by_image) > 1:
+                frames_RF = torch.cat(frames_by_image)
             normalize = PatchNormalizer(image_processor, settings)
             grids = torch.stack([processed.grid_3 for processed in processed_images])
             return BatchFeature({"pixel_values": normalize(frames_RF), "image_grid_thw": grids})
@@ -294,14 +296,14 @@ class ImageBank:
     are stored instead, (R, D).
     """
 
-    def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:
-        """Create an empty bank, whose first patch gets the number `first`.
+    def __init__(self, first_patch: int, normalize: Normalize = Tensor.float) -> None:
+        """Create an empty bank, whose first patch gets the number `first_patch`.
 
         `normalize`: converts the stored bytes for a vision tower. By default it changes their dtype
         alone.
         """
-        self.first = first
-        self.end = first  # the number behind the last patch
+        self.first_patch = first_patch
+        self.end_patch = first_patch  # the number that the next patch gets
         self.normalize = normalize
         self._image_id_by_key: dict[str, int] = {}  # the number of the first patch of each image
         # the images by the number of their first patch
@@ -336,9 +338,9 @@ class ImageBank:
             grid_3: (temporal, height, width) of the image in patches.
         """
         if key not in self._image_id_by_key:
-            self._image_id_by_key[key] = self.end
-            self._images[self.end] = BankImage(key, patches, grid_3)
-            self.end += len(patches)
+            self._image_id_by_key[key] = self.end_patch
+            self._images[self.end_patch] = BankImage(key, patches, grid_3)
+            self.end_patch += len(patches)
         return self._numbers_of_image(self._image_id_by_key[key])
 
     def image(self, image_id: int) -> BankImage:
@@ -388,7 +390,7 @@ class ImageBanks:
         """Begin without any bank. `normalize`: as for an `ImageBank`."""
         self._normalize = normalize
         self._banks: dict[str, ImageBank] = {}  # by mode
-        self._removed_end = 0  # no bank that has been removed has a patch of this number or above
+        self._removed_end = 0  # the largest `end_patch` of the banks that have been removed
 
     def new(self, mode: str) -> ImageBank:
         """Replace the bank of `mode` (`train` or `eval`) by an empty one, and return the new one.
@@ -396,10 +398,10 @@ class ImageBanks:
         Its first patch gets the lowest number that no bank has used yet.
         """
         if mode in self._banks:
-            self._removed_end = max(self._removed_end, self._banks[mode].end)
-        ends = [bank.end for bank in self._banks.values()]
-        first = max([self._removed_end, *ends])
-        self._banks[mode] = ImageBank(first, self._normalize)
+            self._removed_end = max(self._removed_end, self._banks[mode].end_patch)
+        ends = [bank.end_patch for bank in self._banks.values()]
+        first_unused_patch = max([self._removed_end, *ends])
+        self._banks[mode] = ImageBank(first_unused_patch, self._normalize)
         return self._banks[mode]
 
     def bank_to_extend(self, mode: str = "train") -> ImageBank | None:
@@ -439,12 +441,12 @@ class ImageBanks:
         try:
             yield bank
         finally:
-            self._removed_end = max(self._removed_end, bank.end)
+            self._removed_end = max(self._removed_end, bank.end_patch)
             del self._banks[_TEMPORARY_BANK]
 
     def of(self, patch_number: int) -> ImageBank:
         """Return the bank that stores the patch of this number."""
         for bank in self._banks.values():
-            if bank.first <= patch_number < bank.end:
+            if bank.first_patch <= patch_number < bank.end_patch:
                 return bank
         raise AssertionError(f"patch {patch_number} is in no bank that is still held")

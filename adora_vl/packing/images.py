@@ -141,7 +141,7 @@ class DistinctImages:
             self.cache = ImageCache(CACHE_BYTES)
         # Without a cache there are no patch numbers to share features by. Every pass then runs the
         # vision tower, also on a rank without images.
-        self.vision.share = config.uses("share_vision") and self.cache is not None
+        self.vision.shares_images = config.uses("share_vision") and self.cache is not None
         self.vision.switch_batched_windows(on=config.uses("batch_windows"))
 
     def cache_images(self, row: Mapping[str, Any]) -> int:

@@ -78,7 +78,7 @@ class PassInputs:
     completion_width: int  # C
     batch_size: int | None  # rows of one forward pass; None for all B at once
     compute_entropy: bool
-    columns: dict[str, Any]  # of images and tools, by their name in the batch
+    batch_columns: dict[str, Any]  # the columns of images and tools, by their name in the batch
     known_rows_on_cpu: RowsOnCpu | None = None  # copies of the rows that are on the CPU already
 
     @property
@@ -95,7 +95,7 @@ class PassInputs:
             prompt_ids=self.input_ids[:, : -self.completion_width],
             prompt_mask=self.attention_mask[:, : -self.completion_width],
             completion_mask=self.attention_mask[:, -self.completion_width :],
-            columns=self.columns,
+            columns=self.batch_columns,
         )
 
 
@@ -121,7 +121,7 @@ class PackedForward:
         self._checkpointing_context = checkpointing_context
         # why prompts are not shared; empty as long as nothing is against it
         self.disabled_reason = ""
-        self.passes = 0  # packed passes so far
+        self.pass_count = 0  # packed passes so far
         self.is_checked = False  # whether packed and padded rows have been compared
 
     def __call__(
@@ -153,7 +153,7 @@ class PackedForward:
         # `_check` sets `disabled_reason` if packed and padded rows differ.
         if not packs_rows or self.disabled_reason:
             return None
-        self.passes += 1
+        self.pass_count += 1
         return self._compute_chunks(inputs, groups_by_chunk)
 
     def compare(
@@ -204,19 +204,19 @@ class PackedForward:
         if not gather(torch.tensor([int(packs_rows)], device=device)).any():
             return
         self.is_checked = True
-        rows = inputs.rows_per_chunk
-        columns = _columns_of_first_rows(rows, inputs)
+        row_count = inputs.rows_per_chunk
+        columns = _columns_of_first_rows(row_count, inputs)
         # Without evaluation mode each pass would draw dropout anew, and no two would agree.
         with torch.no_grad(), evaluation_mode(inputs.model):
             if packs_rows:
                 packed_logps_BC, _ = self._compute_chunk(inputs, groups)
             else:  # this rank only makes as many passes as the others
-                packed_logps_BC, _, _ = compute_padded(rows, columns)
-            padded_logps_BC, _, _ = compute_padded(rows, columns)
-            mask_BC = _sampled_tokens(rows, inputs)
+                packed_logps_BC, _, _ = compute_padded(row_count, columns)
+            padded_logps_BC, _, _ = compute_padded(row_count, columns)
+            mask_BC = _sampled_tokens(row_count, inputs)
             gap_BC = (packed_logps_BC - padded_logps_BC).abs() * mask_BC
         mean_gap = gap_BC.sum() / mask_BC.sum().clamp(min=1)
-        worst_gap = float(gather(mean_gap.reshape(1)).max())  # of all ranks
+        worst_gap = float(gather(mean_gap.reshape(1)).max())  # the largest mean of any rank
         bound = rounding_bound(computing_dtype(self._accelerator, inputs.model))
         if not worst_gap <= bound:  # NaN is refused too
             self.disabled_reason = (
@@ -380,38 +380,39 @@ def _images_in_order(rows_on_cpu: RowsOnCpu, groups: RowGroups) -> list[RowImage
     return [row_images for row_images in images if row_images is not None]
 
 
-def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
-    """Return the columns of images and tools of the first `rows` rows, by name.
+def _columns_of_first_rows(row_count: int, inputs: PassInputs) -> dict[str, Any]:
+    """Return the columns of images and tools of the first `row_count` rows, by name.
 
     `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All other columns
     have one per row. For example, let the first two rows have one image of 4 and one of 6 patches.
-    With `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
+    With `row_count` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are
+    returned.
     """
-    images_by_row = inputs.rows_on_cpu.images[:rows]  # None for a row without images
+    images_by_row = inputs.rows_on_cpu.images[:row_count]  # None for a row without images
     images_of_first_rows = [row_images for row_images in images_by_row if row_images is not None]
     entry_count_by_name = {
         "pixel_values": sum(len(row_images.pixels) for row_images in images_of_first_rows),
         "image_grid_thw": sum(len(row_images.grids) for row_images in images_of_first_rows),
     }
     first_columns: dict[str, Any] = {}
-    for name, values in inputs.columns.items():
+    for name, values in inputs.batch_columns.items():
         if values is None:
             first_columns[name] = None
             continue
-        entry_count = entry_count_by_name.get(name, rows)
+        entry_count = entry_count_by_name.get(name, row_count)
         first_columns[name] = values[:entry_count]
     return first_columns
 
 
-def _sampled_tokens(rows: int, inputs: PassInputs) -> Tensor:
-    """Return which tokens of the first `rows` completions the policy has sampled, (rows, C).
+def _sampled_tokens(row_count: int, inputs: PassInputs) -> Tensor:
+    """Return which tokens of the first `row_count` completions the policy has sampled, (rows, C).
 
     The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote.
     """
-    mask_BC = inputs.attention_mask[:rows, -inputs.completion_width :]
+    mask_BC = inputs.attention_mask[:row_count, -inputs.completion_width :]
     policy_mask = inputs.rows_on_cpu.policy_mask
     if policy_mask is not None:
-        policy_mask_BC = policy_mask[:rows, : inputs.completion_width]
+        policy_mask_BC = policy_mask[:row_count, : inputs.completion_width]
         mask_BC = mask_BC * policy_mask_BC.to(mask_BC.device)
     return mask_BC
 
@@ -429,7 +430,7 @@ def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     rows_per_chunk = inputs.rows_per_chunk
     starts = range(0, len(rows), rows_per_chunk)
     chunks = [rows[start : start + rows_per_chunk] for start in starts]
-    pixels = inputs.columns.get("pixel_values")
+    pixels = inputs.batch_columns.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
         return [[[row] for row in chunk] for chunk in chunks]
     return [_groups_of_chunk(chunk, inputs.rows_on_cpu) for chunk in chunks]

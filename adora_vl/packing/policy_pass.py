@@ -146,8 +146,8 @@ class PolicyPass:
             trl_pass: TRL's `_get_per_token_logps_and_entropies`, whose first argument is the model.
             accelerator: the one that has prepared the models.
             config: says whether prompts are shared (`share_prompt`).
-            may_have_images: whether any pass may have images; rows without any then get empty
-                columns.
+            may_have_images: whether any pass of the run may have images. Then a pass over rows
+                without images gets image columns too, which are empty.
             checkpointing_context: returns the context in which a pass with gradients is run; it
                 chooses the layers that gradient checkpointing recomputes.
         """
@@ -156,7 +156,7 @@ class PolicyPass:
         self._may_have_images = may_have_images
         self._checkpointing_context = checkpointing_context
         self.packed_forward = PackedForward(accelerator, checkpointing_context)
-        self._watched: WatchedPass | None = None  # set inside of `watch`
+        self._watched_pass: WatchedPass | None = None  # set inside of `watch`
 
     @property
     def shares_prompts(self) -> bool:
@@ -184,7 +184,7 @@ class PolicyPass:
                 completion_width=completion_width,
                 batch_size=None,
                 compute_entropy=False,
-                columns=_input_columns(batch),
+                batch_columns=_input_columns(batch),
             )
         )
         self.packed_forward.compare(
@@ -195,27 +195,27 @@ class PolicyPass:
     def watch(
         self, micro_batch: Batch, on_logps: Callable[[Tensor], None] | None = None
     ) -> Iterator[WatchedPass]:
-        """Give the passes inside the block a micro-batch to read, and keep the first one's result.
+        """Let the passes inside the block read a micro-batch, and keep the result of the first one.
 
-        The block calls TRL's loss, which calls the pass. TRL's loss neither hands the micro-batch
-        on to the pass, nor returns what the pass has computed. Yields the object that gets the
-        result.
+        The block calls TRL's loss, which calls this object for a pass. TRL's loss does not hand the
+        micro-batch on to the pass, and does not return what the pass has computed. So the pass
+        reads the micro-batch from here, and leaves its result in the object that is yielded.
 
         Args:
             micro_batch: the micro-batch whose rows all passes inside the block read.
             on_logps: called once, with the detached log-probabilities of the first pass, (B, C),
                 before TRL's loss gets them.
         """
-        self._watched = WatchedPass(micro_batch, on_logps)
+        self._watched_pass = WatchedPass(micro_batch, on_logps)
         try:
-            yield self._watched
+            yield self._watched_pass
         finally:
-            self._watched = None
+            self._watched_pass = None
 
     @property
     def _micro_batch(self) -> Batch:
         """The micro-batch of the present pass; empty where it is not known."""
-        return Batch() if self._watched is None else self._watched.micro_batch
+        return Batch() if self._watched_pass is None else self._watched_pass.micro_batch
 
     def __call__(
         self,
@@ -226,11 +226,12 @@ class PolicyPass:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **columns: Any,
+        **batch_columns: Any,
     ) -> PassResult:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
-        The arguments are those of TRL's method. Tokens that the policy has not sampled (0 in
+        The arguments are those of TRL's method. `batch_columns` are the batch's columns of images
+        and tools, by their names. Tokens that the policy has not sampled (0 in
         `tool_mask`) get a log-probability of 0: the loss does not read them, and comparisons of two
         passes see no difference there.
 
@@ -245,45 +246,55 @@ class PolicyPass:
                 completion_width=logits_to_keep,
                 batch_size=batch_size,
                 compute_entropy=compute_entropy,
-                columns=columns,
+                batch_columns=batch_columns,
             )
         )
         has_gradients = torch.is_grad_enabled()
         with nullcontext() if has_gradients else evaluation_mode(model):
             result = self._compute(inputs, compute_aux_loss)
         logps_BC, entropies_BC, auxiliary_loss = result
-        sampled_mask_BC = inputs.columns.get("tool_mask")
+        sampled_mask_BC = inputs.batch_columns.get("tool_mask")
         if sampled_mask_BC is not None:
             logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
-        if self._watched is not None:
-            self._watched.keep_first_result(logps_BC, entropies_BC)
+        if self._watched_pass is not None:
+            self._watched_pass.keep_first_result(logps_BC, entropies_BC)
         return logps_BC, entropies_BC, auxiliary_loss
 
     def _with_micro_batch(self, inputs: PassInputs) -> PassInputs:
-        """Return the arguments of a pass with what the micro-batch has besides them."""
-        columns = dict(inputs.columns)
-        # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
-        sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
+        """Add to the arguments of a pass what TRL does not hand on to it.
+
+        These are the mask of tool tokens and the rows on the CPU, which the micro-batch of `watch`
+        has, and empty image columns for rows without images.
+        """
+        batch_columns = dict(inputs.batch_columns)
+        sampled_mask_BC = batch_columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:
-            columns["tool_mask"] = sampled_mask_BC
+            batch_columns["tool_mask"] = sampled_mask_BC
         if self._may_have_images:
-            columns = with_image_columns(columns, inputs.input_ids)
+            batch_columns = with_image_columns(batch_columns, inputs.input_ids)
         return replace(
-            inputs, columns=columns, known_rows_on_cpu=self._micro_batch.get("rows_on_cpu")
+            inputs,
+            batch_columns=batch_columns,
+            known_rows_on_cpu=self._micro_batch.get("rows_on_cpu"),
         )
 
     def _compute_padded(
-        self, inputs: PassInputs, rows: int, columns: dict[str, Any], *, compute_aux_loss: bool
+        self,
+        inputs: PassInputs,
+        row_count: int,
+        columns: dict[str, Any],
+        *,
+        compute_aux_loss: bool,
     ) -> PassResult:
-        """Compute the first `rows` rows as TRL does, each with its own prompt and padding.
+        """Compute the first `row_count` rows as TRL does, each with its own prompt and padding.
 
-        `columns`: those of these rows.
+        `columns`: the columns of images and tools of these rows.
         """
         model_columns = {name: value for name, value in columns.items() if name != "tool_mask"}
         return self._trl_pass(
             inputs.model,
-            inputs.input_ids[:rows],
-            inputs.attention_mask[:rows],
+            inputs.input_ids[:row_count],
+            inputs.attention_mask[:row_count],
             inputs.completion_width,
             inputs.batch_size,
             inputs.compute_entropy,
@@ -305,8 +316,8 @@ class PolicyPass:
         checkpointing: AbstractContextManager[None] = nullcontext()
         if torch.is_grad_enabled():
             size = padded_size(
-                inputs.input_ids, inputs.completion_width, inputs.columns.get("pixel_values")
+                inputs.input_ids, inputs.completion_width, inputs.batch_columns.get("pixel_values")
             )
             checkpointing = self._checkpointing_context(size)
         with checkpointing:
-            return compute_padded(len(inputs.input_ids), inputs.columns)
+            return compute_padded(len(inputs.input_ids), inputs.batch_columns)

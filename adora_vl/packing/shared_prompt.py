@@ -23,11 +23,11 @@ from torch import Tensor
 
 from adora_vl.types import RowsOnCpu
 
-# Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of
-# the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens,
-# answers of 400 and 1,024). Above, there is next to nothing to save, and rows that share nothing
-# are better off in one batch.
-MAX_TOKEN_RATIO = 0.97
+# A packed pass is worth it if it has at most this share of the tokens of padded rows. With 0.88 and
+# 0.95 of the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64
+# tokens, answers of 400 and 1,024). Above, there is next to nothing to save, and rows that share
+# nothing are better off in one batch.
+MAX_PACKED_TOKEN_SHARE = 0.97
 
 
 def group_rows_by_prompt(
@@ -89,7 +89,7 @@ def sharing_pays(
     for group_lengths in completion_lengths:
         packed_tokens += sum(max(length - 1, 0) for length in group_lengths)
     # With a larger share of the padded rows' tokens a packed pass was measured to save no time.
-    return packed_tokens <= MAX_TOKEN_RATIO * rows * padded_row_tokens
+    return packed_tokens <= MAX_PACKED_TOKEN_SHARE * rows * padded_row_tokens
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class _SequenceBuilder:
         """
         prompt_length = prompt_position_ids.size(-1)
         self._add_prompt(group_rows[0], prompt_position_ids)
-        prompt_end = self._length - 1  # the position of the prompt's last token
+        last_prompt_position = self._length - 1
         rollout_lengths = []
         completion_lengths = self._rows_on_cpu.completion_lengths
         for row in rows_longest_first(group_rows, completion_lengths):
@@ -314,7 +314,9 @@ class _SequenceBuilder:
                 rollout_position_ids = _text_position_ids_after_prompt(
                     prompt_position_ids, rollout_length
                 )
-            self._add_rollout(row, prompt_end=prompt_end, position_ids=rollout_position_ids)
+            self._add_rollout(
+                row, last_prompt_position=last_prompt_position, position_ids=rollout_position_ids
+            )
             if rollout_length > 0:
                 rollout_lengths.append(rollout_length)
         self._groups.append(
@@ -333,34 +335,35 @@ class _SequenceBuilder:
         self._position_id_parts.append(position_ids)
         self._length += prompt_length
 
-    def _add_rollout(self, row: int, prompt_end: int, position_ids: Tensor) -> None:
+    def _add_rollout(self, row: int, last_prompt_position: int, position_ids: Tensor) -> None:
         """Append the completion of a row, without its last token, which predicts nothing.
 
-        All of its tokens become labels, also the last one. For example, after `p1 p2`, whose
-        `prompt_end` is 1, the completion `a1 a2 a3` is appended as a1 and a2, at the positions 2
+        All of its tokens become labels, also the last one. For example, after `p1 p2`, at the
+        positions 0 and 1, the completion `a1 a2 a3` is appended as a1 and a2, at the positions 2
         and 3. Its labels a1, a2, a3 are predicted by the positions 1, 2, 3.
 
         Args:
             row: the number of the row.
-            prompt_end: the position of the prompt's last token in the sequence. It predicts the
+            last_prompt_position: where the prompt's last token is in the sequence. It predicts the
                 first token of the completion.
             position_ids: those of the appended tokens, (3, tokens) or (tokens,).
         """
         completion_length = self._rows_on_cpu.completion_lengths[row]
         appended_length = position_ids.size(-1)  # completion_length - 1, or 0
-        start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
-        self._token_index_parts.append(torch.arange(start, start + appended_length))
+        # The index of the completion's first token in the flattened `input_ids`.
+        first_index = row * self._row_width + self._prompt_width
+        self._token_index_parts.append(torch.arange(first_index, first_index + appended_length))
         self._position_id_parts.append(position_ids)
         # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool
         # wrote a2, it is in the sequence but is not scored, and the columns are 0 2.
         scored_columns = torch.arange(completion_length)
         if self._rows_on_cpu.policy_mask is not None:
             scored_columns = self._rows_on_cpu.policy_mask[row, :completion_length].nonzero()[:, 0]
-        self._label_index_parts.append(start + scored_columns)
-        # The end of the prompt predicts the first token of the completion. Every other token is
-        # predicted by the token before it.
+        self._label_index_parts.append(first_index + scored_columns)
+        # The last token of the prompt predicts the first token of the completion. Every other token
+        # is predicted by the token before it.
         appended_positions = range(self._length, self._length + appended_length)
-        predicting_by_column = torch.tensor([prompt_end, *appended_positions])
+        predicting_by_column = torch.tensor([last_prompt_position, *appended_positions])
         # A scored column of the row is found again among the labels by this index.
         labels_before = len(self._predicting_positions)
         self._predicting_positions += predicting_by_column[scored_columns].tolist()
@@ -413,8 +416,8 @@ class _SequenceBuilder:
         )
 
 
-def _text_position_ids_after_prompt(prompt_position_ids: Tensor, tokens: int) -> Tensor:
-    """Return the position ids of `tokens` text tokens after a prompt, (3, tokens) or (tokens,).
+def _text_position_ids_after_prompt(prompt_position_ids: Tensor, token_count: int) -> Tensor:
+    """Return the position ids of text tokens after a prompt, (3, tokens) or (tokens,).
 
     For example, after a prompt with the positions 0 1 2, two tokens get 3 4.
 
@@ -422,7 +425,7 @@ def _text_position_ids_after_prompt(prompt_position_ids: Tensor, tokens: int) ->
     """
     # M-RoPE's three axes differ inside of an image. Text after it goes on from the largest of them.
     next_position = prompt_position_ids.amax() + 1
-    text_positions = next_position + torch.arange(tokens)
+    text_positions = next_position + torch.arange(token_count)
     return text_positions.expand(*prompt_position_ids.shape[:-1], -1)
 
 
@@ -461,10 +464,12 @@ def pack_rows(
     # Prompts are padded on the left, so a prompt begins at the first 1 of its mask.
     prompt_starts = rows_on_cpu.prompt_mask[first_rows].int().argmax(dim=1).tolist()
     builder = _SequenceBuilder(rows_on_cpu, row_width=row_width, completion_width=completion_width)
-    for number, (group_rows, prompt_start) in enumerate(zip(groups, prompt_starts, strict=True)):
+    for group_index, (group_rows, prompt_start) in enumerate(
+        zip(groups, prompt_starts, strict=True)
+    ):
         builder.add_group(
             group_rows,
-            prompt_position_ids=prompt_position_ids[..., number, prompt_start:prompt_width],
+            prompt_position_ids=prompt_position_ids[..., group_index, prompt_start:prompt_width],
             completion_position_ids=completion_position_ids,
         )
     return builder.build(input_ids, attention_mask)

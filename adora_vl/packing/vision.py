@@ -83,7 +83,7 @@ class SharedVision:
 
     def __init__(self, banks: ImageBanks) -> None:
         self.banks = banks
-        self.share = True  # whether a pass runs the tower once per distinct image
+        self.shares_images = True  # whether a pass runs the tower once for equal images
         self.image_passes = 0  # how often an image has gone through a tower
         self._towers: list[Any] = []
 
@@ -133,12 +133,12 @@ class SharedVision:
 
         All ranks then make the same passes, also where one of them has no image.
         """
-        share_before = self.share
-        self.share = False
+        shares_images_before = self.shares_images
+        self.shares_images = False
         try:
             yield
         finally:
-            self.share = share_before
+            self.shares_images = shares_images_before
 
     def switch_batched_windows(self, *, on: bool) -> None:
         """Switch batched windows on or off for all towers (see `attend_windows`)."""
@@ -163,7 +163,7 @@ class SharedVision:
             image_ids: the number of each image's first patch in the bank, which identifies it.
         """
         bank = self.banks.of(image_ids[0])
-        if not self.share:
+        if not self.shares_images:
             return self._run_on_images(bank, image_ids, run)
         if _has_frozen_tower(vl_model):
             return self._frozen_features(bank, image_ids=image_ids, vl_model=vl_model, run=run)
@@ -249,7 +249,9 @@ class SharedVision:
         empty = _fill_output(BaseModelOutputWithPooling(), [_empty_features(vl_model, device)])
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return empty
-        bank = self.banks.of_training() if self.share and _has_frozen_tower(vl_model) else None
+        bank = (
+            self.banks.of_training() if self.shares_images and _has_frozen_tower(vl_model) else None
+        )
         run = partial(run_on_device, device)
         # A tower that is trained, or not shared, runs once in every pass of the model.
         if bank is None:
@@ -380,31 +382,34 @@ def _split_by_image(
     assert family is not None
     assert family.vision is not None
     embeddings = output[EMBEDDINGS_FIELD]  # a tensor per image; they enter at the first layer alone
-    images: list[ImageFeatures] = [{EMBEDDINGS_FIELD: [embedding]} for embedding in embeddings]
+    features_by_image: list[ImageFeatures] = [
+        {EMBEDDINGS_FIELD: [embedding]} for embedding in embeddings
+    ]
     # Only Qwen3-VL has features for further layers of the language model.
     if DEEPSTACK_FIELD not in family.vision.features:
-        return images
+        return features_by_image
     token_counts = [len(embedding) for embedding in embeddings]
     for layer in output[DEEPSTACK_FIELD]:  # a tensor per layer, for all images together
-        for image, layer_features in zip(images, torch.split(layer, token_counts), strict=True):
-            image.setdefault(DEEPSTACK_FIELD, []).append(layer_features)
-    return images
+        layer_by_image = torch.split(layer, token_counts)
+        for features, layer_features in zip(features_by_image, layer_by_image, strict=True):
+            features.setdefault(DEEPSTACK_FIELD, []).append(layer_features)
+    return features_by_image
 
 
-def _fill_output(output: BaseModelOutputWithPooling, images: list[ImageFeatures]) -> Any:
+def _fill_output(output: BaseModelOutputWithPooling, features_by_image: list[ImageFeatures]) -> Any:
     """Return `output` with the features of these images, in the form that the model reads.
 
     It undoes `_split_by_image`: the features of all images are joined again, in their order.
 
     Args:
         output: an output of the tower, whose fields of features are replaced in place.
-        images: for each image its features by the name of the output's field.
+        features_by_image: for each image its features by the name of the output's field.
     """
-    output[EMBEDDINGS_FIELD] = tuple(image[EMBEDDINGS_FIELD][0] for image in images)
-    if DEEPSTACK_FIELD in images[0]:
+    output[EMBEDDINGS_FIELD] = tuple(
+        features[EMBEDDINGS_FIELD][0] for features in features_by_image
+    )
+    if DEEPSTACK_FIELD in features_by_image[0]:
         # A tensor per layer, with the tokens of all images.
-        layers_of_images = [image[DEEPSTACK_FIELD] for image in images]
-        output[DEEPSTACK_FIELD] = [
-            torch.cat(layer) for layer in zip(*layers_of_images, strict=True)
-        ]
+        layers_by_image = [features[DEEPSTACK_FIELD] for features in features_by_image]
+        output[DEEPSTACK_FIELD] = [torch.cat(layer) for layer in zip(*layers_by_image, strict=True)]
     return output

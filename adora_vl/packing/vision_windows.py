@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Transformers passes the bounds of all windows to an implementation with "flash" in its name, and
 # calls every other implementation once per window.
 BATCHED_ATTENTION = "sdpa_windows_flash_bounds"
-STOCK_ATTENTION = "sdpa"
+STOCK_ATTENTION = "sdpa"  # Transformers' implementation, which batched windows replace
 
 
 def is_qwen2_5_vl_tower(tower: nn.Module) -> bool:
@@ -54,6 +54,7 @@ def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
         # A copy for the attention modules alone: if the tower's own configuration named this
         # implementation, no other model could be built from it.
         attention_config = copy.copy(tower.config)
+        # `VISION_ATTENTION` is the attribute of a config that names the implementation.
         compat.VISION_ATTENTION.install(BATCHED_ATTENTION, on=attention_config)
     for block in tower.blocks:
         block.attn.config = attention_config
@@ -152,12 +153,12 @@ def attend_windows(  # noqa: PLR0913  # the interface of Transformers
         sorted_qkv.append(patches)
     attend = partial(sdpa_attention_forward, module, dropout=dropout, scaling=scaling)
     outputs = []
-    start = 0
+    first_patch = 0
     for size, window_count in windows.count_by_size.items():
-        end = start + size * window_count
-        patches_qkv = [tensor[:, start:end] for tensor in sorted_qkv]
+        end_patch = first_patch + size * window_count
+        patches_qkv = [tensor[:, first_patch:end_patch] for tensor in sorted_qkv]
         outputs.append(_attend_equal_windows(attend, patches_qkv, window_count))
-        start = end
+        first_patch = end_patch
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if windows.inverse_order is not None:  # back to the order of the patches
         joined = joined.index_select(0, windows.inverse_order)

@@ -335,7 +335,7 @@ def _graded_columns(
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
         # why a rollout is left out of its group, such as a missing score; None if it is not
-        "missing": facts.leaving_reasons,
+        "missing": facts.reasons_not_learned_from,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * rollout_count,
         "weight": weighting.weights_P.repeat_interleave(group_size).tolist(),

@@ -138,7 +138,7 @@ def assessment_metrics(
         f"adora/{name}": value for name, value in adora_metrics(assessment.weighting).items()
     }
     metrics["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
-    metrics["rewards/missing"] = facts.missing_share
+    metrics["rewards/missing"] = facts.missing_reward_share
     # An answer that does not come to its end is cut off, which TRL calls clipped.
     metrics["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
     terminated_lengths = facts.length_N[~facts.has_no_end_N]

@@ -369,8 +369,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             results = self._sample_colocated(requests, settings)
         if self.image_token_id is not None:
             check_prompts(
-                expected=[request.prompt_ids for request in requests],
-                engine=[result.prompt_ids_read for result in results],
+                trainer_prompts=[request.prompt_ids for request in requests],
+                engine_prompts=[result.prompt_ids_read for result in results],
                 image_token_id=self.image_token_id,
             )
         return results

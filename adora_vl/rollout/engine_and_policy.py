@@ -95,8 +95,9 @@ class EngineAndPolicy:
 
         A data set with fewer rows is read again from its start.
         """
-        first = self.accelerator.process_index * count
-        return [self.dataset[(first + number) % len(self.dataset)] for number in range(count)]
+        first_row = self.accelerator.process_index * count
+        row_count = len(self.dataset)
+        return [self.dataset[(first_row + number) % row_count] for number in range(count)]
 
     def read_prompts(self, rows: Sequence[Any]) -> Prompts:
         """Return the prompts of data set rows, processed as the trainer processes them."""
@@ -149,13 +150,13 @@ class EngineAndPolicy:
         Each gets a seed of its own, from the name of the check and the prompt's number over all
         ranks. Every rank has equally many prompts.
         """
-        first = self.accelerator.process_index * len(prompts.ids)
+        first_number = self.accelerator.process_index * len(prompts.ids)
         images_of_rows = prompts.images or [None] * len(prompts.ids)
         requests = []
         for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
-            group = first + row
+            group = first_number + row
             seed = rollout_seed(
-                self.config.seed, position=f"check/{check_name}", group=group, member=0
+                self.config.seed, draw_name=f"check/{check_name}", group=group, member=0
             )
             requests.append(
                 SamplingRequest(

@@ -26,14 +26,14 @@ DRIFT_CAUSES = (
 
 @dataclass(frozen=True)
 class Drift:
-    """Absolute differences in nats over the sampled tokens of one batch."""
+    """How far two tensors of log-probabilities differ on some tokens: absolute values in nats."""
 
     mean: float
     largest: float
     tokens: int = 0  # number of tokens that were compared
 
 
-def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+def drift_sums(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """Sum the absolute differences of two tensors of log-probabilities over the sampled tokens.
 
     Returns `[sum, count, largest]`, (3,) float64. For example, the policy's -1.0 -2.0 -3.0 and the
@@ -44,13 +44,18 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     or policy gave no finite number, or if none of the sampled tokens can be compared.
 
     Args:
-        trainer_BC: the policy's log-probabilities.
-        engine_BC: the engine's log-probabilities.
+        policy_logps_BC: the policy's log-probabilities.
+        engine_logps_BC: the engine's log-probabilities.
         mask_BC: 1 at sampled tokens.
     """
     sampled_BC = mask_BC.bool()
-    scored_BC = sampled_BC & ~torch.isnan(engine_BC)
-    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    scored_BC = sampled_BC & ~torch.isnan(engine_logps_BC)
+    gaps_BC = (
+        (policy_logps_BC - engine_logps_BC)
+        .abs()
+        .double()
+        .nan_to_num(nan=torch.inf, posinf=torch.inf)
+    )
     # Indexing with a mask would wait for the GPU.
     scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)
     count = scored_BC.sum()
@@ -61,15 +66,15 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     return torch.stack([total, count.double(), largest])
 
 
-def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+def rollout_drift(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """Return the mean absolute difference of log-probabilities of each rollout, (B,).
 
     The arguments are those of `drift_sums`. Tokens without a log-probability of the engine (NaN)
     are left out. A rollout of such tokens alone gets NaN. For example, the policy's -1.0 -2.0 -3.0
     and the engine's -1.5 -2.0 NaN give 0.25.
     """
-    scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
-    gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
+    scored_BC = mask_BC.bool() & ~torch.isnan(engine_logps_BC)
+    gaps_BC = torch.where(scored_BC, (policy_logps_BC - engine_logps_BC).abs(), 0.0)
     return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
 
 
@@ -91,7 +96,8 @@ def drift_over_ranks(
         reference_logps_BC: those that they are compared with.
         mask_BC: 1 at the tokens that count.
     """
-    # The sums of ranks can be merged, unlike their means.
+    # The sum of the differences, their count, and the largest one. Unlike means, these three can be
+    # merged over the ranks.
     sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
     return merge_drift_sums(accelerator.gather(sums_3[None]))
 
@@ -119,7 +125,7 @@ def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str)
 
 def importance_ratio(
     logps_BC: Tensor,
-    sampling_BC: Tensor,
+    engine_logps_BC: Tensor,
     mask_BC: Tensor,
     *,
     mode: str,
@@ -139,7 +145,7 @@ def importance_ratio(
 
     Args:
         logps_BC: the policy's log-probabilities.
-        sampling_BC: the engine's; NaN for a token that has none, whose ratio is 1.
+        engine_logps_BC: the engine's; NaN for a token that has none, whose ratio is 1.
         mask_BC: which tokens the loss counts.
         mode: `token_*` for a ratio of each token, (B, C), `sequence_*` for one of each rollout,
             (B, 1). `*_truncate` clamps it to the bounds, `*_mask` sets a ratio outside of them to
@@ -148,7 +154,7 @@ def importance_ratio(
         clip_max: the upper bound; None: there is none.
     """
     # A difference of 0 gives the ratio 1, for tokens without a log-probability by the engine.
-    difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
+    difference = torch.nan_to_num((logps_BC - engine_logps_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
@@ -169,7 +175,7 @@ class RatioMetric(NamedTuple):
     weight: float  # how many tokens or rollouts count
 
 
-def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
+def ratio_sums(ratio: Tensor, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """Return seven numbers of one rank, (7,) float64, from which TRL's metrics are computed.
 
         of the differences of log-probabilities:  sum, count, largest
@@ -185,16 +191,16 @@ def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Te
     Args:
         ratio: (B, C), or (B, 1) for a ratio of sequences.
         logps_BC: the policy's log-probabilities.
-        sampling_BC: the engine's; NaN for a token that has none.
+        engine_logps_BC: the engine's; NaN for a token that has none.
         mask_BC: which tokens the loss counts.
     """
     in_loss_BC = mask_BC.bool()
-    has_engine_logp_B1 = (in_loss_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
+    has_engine_logp_B1 = (in_loss_BC & ~engine_logps_BC.isnan()).any(dim=1, keepdim=True)
     # As in TRL, a rollout without any token to learn from has the ratio 1 and counts. If the engine
     # has seen other images than the policy, a rollout has no log-probabilities and does not count.
     row_counts_B1 = has_engine_logp_B1 | ~in_loss_BC.any(dim=1, keepdim=True)
     token_counts_BC = in_loss_BC & row_counts_B1
-    gaps_BC = (logps_BC - sampling_BC).abs().double()
+    gaps_BC = (logps_BC - engine_logps_BC).abs().double()
     gap_counts_BC = token_counts_BC & ~gaps_BC.isnan()
     counted_gaps_BC = torch.where(gap_counts_BC, gaps_BC, 0.0)
     is_per_token = ratio.size(1) > 1
@@ -261,16 +267,18 @@ class ImportanceRatio:
             logps_BC: the policy's log-probabilities, detached.
         """
         mask_BC = loss_mask(batch)
-        sampling_BC = batch["sampling_per_token_logps"]
+        engine_logps_BC = batch["sampling_per_token_logps"]
         config = self.config
         ratio = importance_ratio(
             logps_BC,
-            sampling_BC=sampling_BC,
+            engine_logps_BC=engine_logps_BC,
             mask_BC=mask_BC,
             mode=config.vllm_importance_sampling_mode,
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         batch["importance_sampling_ratio"] = ratio
-        sums_7 = ratio_sums(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
+        sums_7 = ratio_sums(
+            ratio, logps_BC=logps_BC, engine_logps_BC=engine_logps_BC, mask_BC=mask_BC
+        )
         return merge_ratio_sums(self.accelerator.gather(sums_7[None]))

@@ -102,16 +102,19 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
 
 
 def check_prompts(
-    expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
+    trainer_prompts: Sequence[Sequence[int]],
+    engine_prompts: Sequence[Sequence[int]],
+    image_token_id: int,
 ) -> None:
     """Raise `PromptMismatchError` for the first prompt that the engine has read otherwise.
 
     Args:
-        expected: the token ids of each prompt, as the trainer reads it.
-        engine: as the engine has read it.
+        trainer_prompts: the token ids of each prompt, as the trainer reads it.
+        engine_prompts: the token ids of the same prompts, as the engine has read them.
         image_token_id: the id of the image token, whose number the message compares.
     """
-    for row, (trainer_ids, engine_ids) in enumerate(zip(expected, engine, strict=True)):
+    pairs = zip(trainer_prompts, engine_prompts, strict=True)
+    for row, (trainer_ids, engine_ids) in enumerate(pairs):
         if list(trainer_ids) == list(engine_ids):
             continue
         trainer_count = sum(token == image_token_id for token in trainer_ids)

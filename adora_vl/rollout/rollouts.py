@@ -19,8 +19,8 @@ from adora_vl.utils.seeding import rollout_seed
 class StepKey:
     """Where in a run a batch of rollouts is sampled.
 
-    Seeds are made of `position` and `name`. A resumed run arrives at the same texts, and so draws
-    the same random numbers; they must never change.
+    Seeds are made of `position` and `batch_name`. A resumed run arrives at the same texts, and so
+    draws the same random numbers; they must never change.
     """
 
     mode: Literal["train", "eval", "try"]
@@ -37,8 +37,8 @@ class StepKey:
         return f"{self.step}/{self.micro}"
 
     @property
-    def name(self) -> str:
-        """The name among all batches of a run, such as `train/12/0`, or `train/12/0/1`."""
+    def batch_name(self) -> str:
+        """The name of the batch in its run, such as `train/12/0`; with a refill `train/12/0/1`."""
         suffix = f"/{self.refill_round}" if self.refill_round else ""
         return f"{self.mode}/{self.position}{suffix}"
 
@@ -234,12 +234,13 @@ class RolloutGroup:
         """
         problem = self.problem
         sampled_count = sum(segment.is_sampled for segment in rollout.segments)
-        position = problem.key.name
+        # The text that names the draw, such as `train/12/0`, or `train/12/0/segment-1`.
+        draw_name = problem.key.batch_name
         if sampled_count:
-            position = f"{position}/segment-{sampled_count}"
+            draw_name = f"{draw_name}/segment-{sampled_count}"
         return rollout_seed(
             run_seed,
-            position=position,
+            draw_name=draw_name,
             group=problem.group_number,
             member=self.first_member + member,
         )
@@ -253,7 +254,7 @@ class RolloutGroup:
         """
         problem = self.problem
         number = self.first_member + member
-        return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number}"
+        return f"{run_seed}/{problem.key.batch_name}/{problem.group_number}/{number}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
@@ -309,7 +310,7 @@ def new_groups_of_rows(
 
 
 def unfinished_rollouts(
-    groups: Sequence[RolloutGroup], numbers: Iterable[int]
+    groups: Sequence[RolloutGroup], group_indices: Iterable[int]
 ) -> dict[RolloutKey, Rollout]:
     """Return the rollouts that have not ended, by the number of their group and their own in it.
 
@@ -318,15 +319,15 @@ def unfinished_rollouts(
 
     Args:
         groups: groups of this rank.
-        numbers: the indices of the groups that are searched.
+        group_indices: the indices of the groups that are searched.
     """
     paused: dict[RolloutKey, Rollout] = {}
     new: dict[RolloutKey, Rollout] = {}
-    for number in numbers:
-        for member, rollout in enumerate(groups[number].rollouts):
+    for group_index in group_indices:
+        for member, rollout in enumerate(groups[group_index].rollouts):
             if rollout.has_ended:
                 continue
-            key = RolloutKey(group=number, member=member)
+            key = RolloutKey(group=group_index, member=member)
             if rollout.segments:
                 paused[key] = rollout
             else:
@@ -343,9 +344,10 @@ class SamplingRequest:
     images: list[Any]
     """The images that the engine is to see."""
     group: Hashable
-    """Neighbours of one group that ask for the same may be one request; their seeds count up."""
+    """Tells which requests belong together. Neighbours of one group with equal prompts may become
+    one request for several rollouts, whose seeds count up (`merge_requests`)."""
     seed: int | None = None
-    """None: the engine's own."""
+    """None: the engine draws one."""
     max_tokens: int | None = None
     """Tokens that are sampled at most; None: the run's limit."""
     max_length: int | None = None

@@ -126,9 +126,11 @@ class Server:
         # `read_info` reads the following from the server.
         self.instance_id = ""  # vLLM's id of the server process, a new one after each start
         self.logprobs_mode = ""  # vLLM's name for the kind of log-probabilities that it returns
-        self.lora: dict[str, Any] = {}  # vLLM's LoRA settings; empty if it was started without LoRA
+        self.lora_settings: dict[
+            str, Any
+        ] = {}  # vLLM's LoRA settings; empty if it was started without LoRA
         self.model_name = ""  # vLLM's name for the model that it serves
-        self.in_four_bit = False  # whether that model is quantised to 4 bits
+        self.is_in_four_bit = False  # whether that model is quantised to 4 bits
         # `instance_id` when the server last read weights. Another instance does not have them.
         self.synced_instance_id = ""
 
@@ -139,12 +141,12 @@ class Server:
         model = config["model_config"]
         self.instance_id = str(config["instance_id"])
         self.logprobs_mode = str(model["logprobs_mode"])
-        self.lora = {}
+        self.lora_settings = {}
         if config.get("lora_config"):
             # The server's environment is read too: one of its variables allows to load adapters.
-            self.lora = {"enable_lora": True, **config["lora_config"], **info["vllm_env"]}
+            self.lora_settings = {"enable_lora": True, **config["lora_config"], **info["vllm_env"]}
         self.model_name = str(model.get("model"))
-        self.in_four_bit = model.get("quantization") == "bitsandbytes"
+        self.is_in_four_bit = model.get("quantization") == "bitsandbytes"
 
     def check_lora(self, requirements: AdapterRequirements) -> None:
         """Raise `UnusableServerError` where the server cannot load the policy's LoRA adapter.
@@ -154,18 +156,18 @@ class Server:
         missing_options = []
         for name, least_value in requirements.lora_settings.items():
             # True counts as 1. A server without the setting counts as one with 0.
-            if self.lora.get(name, 0) < least_value:
+            if self.lora_settings.get(name, 0) < least_value:
                 option = f"--{name.replace('_', '-')}"
                 missing_options.append(option if least_value is True else f"{option} {least_value}")
-        if not self.lora.get(_RUNTIME_LORA_VARIABLE):
+        if not self.lora_settings.get(_RUNTIME_LORA_VARIABLE):
             missing_options.append(f"{_RUNTIME_LORA_VARIABLE}=1 in its environment")
-        if self.lora.get("target_modules"):  # vLLM would skip the adapter's other layers
+        if self.lora_settings.get("target_modules"):  # vLLM would skip the adapter's other layers
             missing_options.append("no --lora-target-modules")
         if missing_options:
             raise UnusableServerError(
                 f"it has no room for the policy's adapter; start it with {' and '.join(missing_options)}"
             )
-        if self.in_four_bit != requirements.is_in_four_bit:
+        if self.is_in_four_bit != requirements.is_in_four_bit:
             raise UnusableServerError(
                 f"it serves {self.model_name}; start it with {requirements.base_model}, which the "
                 "policy is trained on"

@@ -116,11 +116,11 @@ class ServerGroup:
             rollout_count: how many rollouts this rank has requested.
         """
         rollout_counts_R = gather_object([rollout_count])
-        start = sum(rollout_counts_R[: self.accelerator.process_index])
+        first_rollout = sum(rollout_counts_R[: self.accelerator.process_index])
         results: list[SamplingResult] = []
         for rollouts in rollouts_by_request:
             results += rollouts
-        return results[start : start + rollout_count]
+        return results[first_rollout : first_rollout + rollout_count]
 
     def on_first_rank(
         self,

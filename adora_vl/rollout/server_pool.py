@@ -83,7 +83,7 @@ class ServerPool:
         """
         for server in self._servers:
             server.read_info()
-        return all(server.lora for server in self._servers)
+        return all(server.lora_settings for server in self._servers)
 
     def expect_adapter(self, requirements: AdapterRequirements) -> None:
         """Let the servers read only the policy's LoRA adapter from now on, and no whole weights.
@@ -197,30 +197,33 @@ class ServerPool:
             group_requests: requests for several rollouts of a prompt each.
             place_features: adds the positions of a prompt's image tokens to its image features.
         """
-        numbers = range(len(group_requests))
-        rollouts_by_number: dict[int, list[SamplingResult]] = {}
+        # From here on a request is named by its number in `group_requests`.
+        request_numbers = range(len(group_requests))
+        rollouts_by_request: dict[int, list[SamplingResult]] = {}
         last_error: Exception | None = None
-        while len(rollouts_by_number) < len(group_requests):
+        while len(rollouts_by_request) < len(group_requests):
             if not self.servers_in_use:
                 raise NoServerError(_no_server_message(last_error))
-            unanswered_numbers = [number for number in numbers if number not in rollouts_by_number]
+            unanswered_requests = [
+                number for number in request_numbers if number not in rollouts_by_request
+            ]
             # Not strict: the servers repeat without end.
             servers_in_turn = cycle(self.servers_in_use)
-            server_by_number = dict(zip(unanswered_numbers, servers_in_turn, strict=False))
-            futures = _send_all(group_requests, server_by_number, place_features)
-            failure = self._exclude_failed(futures, server_by_number)
+            server_by_request = dict(zip(unanswered_requests, servers_in_turn, strict=False))
+            futures = _send_all(group_requests, server_by_request, place_features)
+            failure = self._exclude_failed(futures, server_by_request)
             # A server that was started again while it sampled has used other weights.
-            restart = self._exclude_restarted(server_by_number.values())
+            restart = self._exclude_restarted(server_by_request.values())
             last_error = restart or failure or last_error
             for number, future in futures.items():
-                if future.exception() is None and server_by_number[number] in self.servers_in_use:
-                    rollouts_by_number[number] = future.result()
-        return [rollouts_by_number[number] for number in numbers]
+                if future.exception() is None and server_by_request[number] in self.servers_in_use:
+                    rollouts_by_request[number] = future.result()
+        return [rollouts_by_request[number] for number in request_numbers]
 
     def _exclude_failed(
         self,
         futures: Mapping[int, Future[list[SamplingResult]]],
-        server_by_number: Mapping[int, Server],
+        server_by_request: Mapping[int, Server],
     ) -> Exception | None:
         """Leave out each server that has failed to answer a request, and return the last error.
 
@@ -229,7 +232,7 @@ class ServerPool:
 
         Args:
             futures: the finished future of each request, by the request's number.
-            server_by_number: the server of each request, by the request's number.
+            server_by_request: the server of each request, by the request's number.
         """
         last_error = None
         for number, future in futures.items():
@@ -237,7 +240,7 @@ class ServerPool:
             if error is None:
                 continue
             server_error = _error_of_one_server(error)
-            server = server_by_number[number]
+            server = server_by_request[number]
             # A server that failed to answer an earlier one of these requests is left out already.
             if server in self.servers_in_use:
                 last_error = server_error
@@ -285,14 +288,14 @@ class ServerPool:
 
 def _send_all(
     group_requests: Sequence[GroupRequest],
-    server_by_number: Mapping[int, Server],
+    server_by_request: Mapping[int, Server],
     place_features: PlaceFeatures,
 ) -> dict[int, Future[list[SamplingResult]]]:
     """Send requests to their servers at the same time, and wait for the answers.
 
     Args:
         group_requests: all requests of a batch.
-        server_by_number: the server of each request that is to be sent, by the request's number in
+        server_by_request: the server of each request that is to be sent, by the request's number in
             the batch.
         place_features: adds the positions of a prompt's image tokens to its image features.
 
@@ -301,10 +304,10 @@ def _send_all(
     failed_servers = set[Server]()
     # Each server computes the features of an image once.
     features_by_server: dict[Server, FeaturesByImageIds] = {
-        server: {} for server in server_by_number.values()
+        server: {} for server in server_by_request.values()
     }
     jobs = []
-    for number, server in server_by_number.items():
+    for number, server in server_by_request.items():
         jobs.append(
             partial(
                 _sample_unless_failed,
@@ -320,7 +323,7 @@ def _send_all(
         max_threads=MAX_REQUESTS_PER_SERVER * len(features_by_server),
         thread_name=SERVER_THREAD,
     )
-    return dict(zip(server_by_number, futures, strict=True))
+    return dict(zip(server_by_request, futures, strict=True))
 
 
 def _sample_unless_failed(

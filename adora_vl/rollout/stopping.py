@@ -46,7 +46,7 @@ class StopCriteria:
 
     tokens: frozenset[int]
     strings: tuple[str, ...] = ()  # vLLM's `stop`
-    decode: Callable[[Sequence[int]], str] = str  # token ids to the text that has the strings
+    decode: Callable[[Sequence[int]], str] = str  # returns the text of token ids
 
     @classmethod
     def from_config(
@@ -116,12 +116,12 @@ def cut_behind_stop_string(
         return None
     # If a string is complete, it stays complete with more tokens. So the number is found by halving
     # the range between a length that is incomplete and one that is complete.
-    incomplete = 0
-    complete = len(ids)
-    while complete - incomplete > 1:
-        middle = (incomplete + complete) // 2
-        if is_complete(middle):
-            complete = middle
+    incomplete_length = 0
+    complete_length = len(ids)
+    while complete_length - incomplete_length > 1:
+        middle_length = (incomplete_length + complete_length) // 2
+        if is_complete(middle_length):
+            complete_length = middle_length
         else:
-            incomplete = middle
-    return complete
+            incomplete_length = middle_length
+    return complete_length

@@ -26,7 +26,7 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.stopping import StopCriteria
 
 CALL_TAG = "<tool_call>"  # begins a call of a tool in the policy's text
-# A tool's answer has to leave so many tokens of the completion to the policy.
+# A tool's answer has to leave at least this many tokens of the completion to the policy.
 MIN_TOKENS_LEFT = 16
 
 Key = TypeVar("Key", bound=Hashable)
@@ -137,6 +137,7 @@ def append_result(
         finish_reason = _finish_reason_of_server(
             has_stopped=has_stopped,
             is_context_full=is_context_full,
+            # Without a limit for this request the whole completion may be sampled at once.
             is_at_limit=len(result.tokens) >= (request.max_tokens or request.max_length),
         )
     # LENGTH says that as many tokens were sampled as were requested, which may be fewer than a turn
@@ -226,7 +227,7 @@ class ToolLoop:
     max_answers: int | None  # how many turns of a rollout are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
     # the largest number of tokens of a turn of the policy; None: what the completion has left
-    turn_tokens: int | None = None
+    max_turn_tokens: int | None = None
     # how many tokens of a prompt with its completion the engine takes; None: any number
     context_length: int | None = None
 

@@ -47,16 +47,19 @@ class WeightFiles:
         """
         self.folder = folder.absolute()
         # Two machines may have the same path for different disks, so the host is part of the name.
-        run = f"{socket.gethostname()}:{output_dir.resolve()}"
-        self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        self._parent_is_users = self.folder.exists()  # then it stays, with its permissions
-        # the rank of the LoRA adapter that is written; None: weights are written
+        run_name = f"{socket.gethostname()}:{output_dir.resolve()}"
+        run_hash = hashlib.sha256(run_name.encode()).hexdigest()[:16]
+        self._folder_prefix = f"adora-weights-{run_hash}"
+        # A parent folder that exists already is the user's. It keeps its permissions, and is not
+        # removed with the last weights.
+        self._keeps_parent = self.folder.exists()
+        # The rank of the LoRA adapter whose tensors are written; None: whole weights are written.
         self.adapter_rank: int | None = None
         # Closing it removes the folder of the adapter that servers have now.
         self._previous_adapter = ExitStack()
         finalize(self, self._previous_adapter.close)
         # `abandoned_folders` leaves out folders whose lock is held by a process.
-        for path in abandoned_folders(self.folder.glob(f"{self._name}-*")):
+        for path in abandoned_folders(self.folder.glob(f"{self._folder_prefix}-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
@@ -73,10 +76,10 @@ class WeightFiles:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = create_locked_folder(
-                    lambda: self.folder / f"{self._name}-{token_hex(8)}"
+                    lambda: self.folder / f"{self._folder_prefix}-{token_hex(8)}"
                 )
                 stack.callback(
-                    _remove_locked_folder, path, lock, removes_parent=not self._parent_is_users
+                    _remove_locked_folder, path, lock, removes_parent=not self._keeps_parent
                 )
                 permissions = _permissions_of_new_folder(self.folder)
                 path.chmod(permissions)
@@ -131,5 +134,7 @@ def _permissions_of_new_folder(folder: Path) -> int:
 
     The user's group may read it too, if `folder` is open to the group and to nobody else.
     """
+    # Read and enter (5) for the group, nothing (0) for others. Whether the group may write (2) does
+    # not matter.
     is_open_to_group_only = folder.stat().st_mode & 0o057 == 0o050
     return 0o750 if is_open_to_group_only else 0o700

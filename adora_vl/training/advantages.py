@@ -84,7 +84,7 @@ class AdvantageComputer:
         pipeline: AdvantagePipeline,
         reward_weights_F: Tensor,
         *,
-        tools: bool = False,
+        has_tools: bool = False,
     ) -> None:
         """Build the computer.
 
@@ -93,18 +93,19 @@ class AdvantageComputer:
             pipeline: its methods change TRL's advantages one after the other, for example by
                 ADORA's weights.
             reward_weights_F: the weight of each reward function in the sum.
-            tools: whether the run has tools. Their answers take up part of a completion, so the
+            has_tools: whether the run has tools. Their answers take up part of a completion, so the
                 number of sampled tokens does not tell whether it was truncated. With tools every
                 answer without an end counts as truncated.
         """
         config = context.config
         self.scale_rewards = str(config.scale_rewards)
         self.num_ranks = context.accelerator.num_processes
+        # A rollout with a reward above this is correct.
         self.correct_above = config.adora_correct_above
         self.pipeline = pipeline
         self.reward_weights_F = reward_weights_F
         # A rollout of at least this many tokens is truncated; None: a rollout without an end is.
-        self.truncated_at = None if tools else config.truncated_at
+        self.truncated_at = None if has_tools else config.truncated_at
         self.masks_truncated = config.mask_truncated_completions
 
     def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
@@ -130,7 +131,7 @@ class AdvantageComputer:
             weighting=self.pipeline.weigh(groups),
             trl_advantages_PG=trl_result.advantages_PG,
             has_signal_P=self.pipeline.groups_with_signal(groups),
-            equal_reward_share=_equal_reward_share(groups, trl_result.deviation),
+            equal_reward_share=_equal_reward_share(groups, trl_result.standard_deviation),
             num_ranks=self.num_ranks,
         )
 
@@ -211,7 +212,7 @@ class AdvantageComputer:
         return ~is_constant_PF.all(dim=1)
 
 
-def _equal_reward_share(groups: Groups, deviation: Tensor) -> float:
+def _equal_reward_share(groups: Groups, standard_deviation: Tensor) -> float:
     """Return the share of groups whose rewards are equal, as TRL computes it for its log.
 
     Groups without any reward are left out. For TRL the rewards of a group are equal where the
@@ -219,10 +220,10 @@ def _equal_reward_share(groups: Groups, deviation: Tensor) -> float:
 
     Args:
         groups: all groups of the generation.
-        deviation: TRL's, one for each group or one for all of them. With one for all, either all
-            groups count as equal or none does.
+        standard_deviation: TRL's, one for each group or one for all of them. With one for all,
+            either all groups count as equal or none does.
     """
-    is_zero = torch.isclose(deviation, torch.zeros_like(deviation))
+    is_zero = torch.isclose(standard_deviation, torch.zeros_like(standard_deviation))
     is_equal_P1 = is_zero.expand(len(groups.rewards_PG), 1)
     has_reward_P = groups.has_reward_PG.any(dim=1)
     return is_equal_P1[has_reward_P].float().mean().item()

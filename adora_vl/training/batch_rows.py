@@ -160,10 +160,10 @@ def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
 class UsedColumns(NamedTuple):
     """The token columns that at least one of some rows uses. The others are padding alone."""
 
-    first_of_prompts: int  # the first used column of prompts, which are padded on the left
-    completion_columns: (
-        int  # how many columns of completions are used; these are padded on the right
-    )
+    first_prompt_column: int
+    """The first column that a prompt uses. Prompts are padded on the left."""
+    completion_width: int
+    """How many columns completions use. They are padded on the right."""
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
@@ -178,8 +178,8 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
             TRL takes a tensor of one column for values of whole answers, and counts masked answers.
     """
     return UsedColumns(
-        first_of_prompts=int(prompt_mask.any(dim=0).int().argmax()),
-        completion_columns=max(*lengths, 2),
+        first_prompt_column=int(prompt_mask.any(dim=0).int().argmax()),
+        completion_width=max(*lengths, 2),
     )
 
 
@@ -198,14 +198,14 @@ def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[
     """
     prompt_width = batch["prompt_mask"].size(1)
     completion_width = batch["completion_mask"].size(1)
-    first_of_prompts = columns_in_use.first_of_prompts
-    completion_columns = columns_in_use.completion_columns
-    if first_of_prompts == 0 and completion_columns == completion_width:
+    first_prompt_column = columns_in_use.first_prompt_column
+    used_completion_width = columns_in_use.completion_width
+    if first_prompt_column == 0 and used_completion_width == completion_width:
         return batch
     slice_by_axis = {
-        "prompt": slice(first_of_prompts, None),
-        "completion": slice(completion_columns),
-        "both": slice(first_of_prompts, prompt_width + completion_columns),
+        "prompt": slice(first_prompt_column, None),
+        "completion": slice(used_completion_width),
+        "both": slice(first_prompt_column, prompt_width + used_completion_width),
     }
     narrow_batch: dict[str, Any] = {}
     for name, value in batch.items():

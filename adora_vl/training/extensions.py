@@ -166,7 +166,7 @@ def extension_costs(
 def replaced_images(
     extensions: Sequence[Extension],
     groups: Sequence[RolloutGroup],
-    keys: Sequence[RolloutKey],
+    rollout_keys: Sequence[RolloutKey],
     trainer_images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
     """Return for each rollout the images that extensions show the engine in place of the trainer's.
@@ -177,14 +177,14 @@ def replaced_images(
     Args:
         extensions: those of the run. If several replace a rollout's images, the last one counts.
         groups: groups of this rank.
-        keys: for each rollout the number of its group, and its own number in the group.
+        rollout_keys: for each rollout the number of its group, and its own number in the group.
         trainer_images: for each rollout the images with which the policy learns from it.
     """
-    replaced: list[list[Any] | None] = [None] * len(keys)
+    replaced: list[list[Any] | None] = [None] * len(rollout_keys)
     for extension in extensions:
         # An extension is asked once for all rollouts of a group.
         images_by_group: dict[int, list[list[Any] | None]] = {}
-        for rollout, (key, images) in enumerate(zip(keys, trainer_images, strict=True)):
+        for rollout, (key, images) in enumerate(zip(rollout_keys, trainer_images, strict=True)):
             if not images:
                 continue
             if key.group not in images_by_group:

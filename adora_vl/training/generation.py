@@ -70,4 +70,6 @@ class ScoredGroups:
     groups: Sequence[RolloutGroup]
     batch: Batch
     facts: RolloutFacts
+    """Rewards, lengths and ends of the rollouts of all ranks."""
     assessment: GroupAssessment
+    """Which groups of all ranks have signal, and their advantages before the final ones."""

@@ -262,7 +262,7 @@ def _request_parts(
     """
     trainer_images = prompts.images or [None] * len(unfinished)
     replacements = replaced_images(
-        extensions, groups=groups, keys=[*unfinished], trainer_images=trainer_images
+        extensions, groups=groups, rollout_keys=[*unfinished], trainer_images=trainer_images
     )
     parts_by_rollout: dict[RolloutKey, RequestParts] = {}
     for key, prompt_ids, images, replacement in zip(
@@ -314,7 +314,7 @@ class GroupTurns:
         with naming_mismatched_row([self.parts_by_rollout[key].group.row for key in rollouts]):
             results, step_of_weights = self._sample_or_join(requests, rollouts)
         tool_loop = self.group_sampler.tool_loop
-        max_tokens_of_turn = None if tool_loop is None else tool_loop.turn_tokens
+        max_tokens_of_turn = None if tool_loop is None else tool_loop.max_turn_tokens
         longer_rollouts = {}
         for (key, rollout), request, result in zip(
             rollouts.items(), requests, results, strict=True
@@ -454,8 +454,8 @@ class GroupTurns:
             sampled_in_generation = len(rollout.policy_tokens) - parts.tokens_before
             limits.append(parts.token_budget - sampled_in_generation)
         tool_loop = self.group_sampler.tool_loop
-        if tool_loop is not None and tool_loop.turn_tokens is not None:
-            limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        if tool_loop is not None and tool_loop.max_turn_tokens is not None:
+            limits.append(tool_loop.max_turn_tokens - len(rollout.last_turn_tokens))
         server_context = self.group_sampler.server_context
         if server_context is not None:
             # A server refuses a request that could exceed its context. If the prompt fills it

@@ -189,9 +189,10 @@ class RewardGuard:
             wrapped_function = safe_call(
                 function,
                 name=name,
-                timeout=None if _has_own_time_limit(function) else self.timeout,
-                # The wrapper adds to `failures` when the whole call fails, and to `unscored` when
-                # it fails for single completions: the reason by the completion's number.
+                # The functions of this package limit their own time.
+                timeout=None if _is_of_this_package(function) else self.timeout,
+                # The wrapper adds to `failures` when the whole call fails. When it fails for single
+                # completions, it adds the reason to `unscored`, by the completion's number.
                 failures=self.failures,
                 unscored=reason_by_completion,
             )
@@ -258,30 +259,30 @@ class RewardGuard:
                 reason_by_failed_call[first_rollout + completion, function] = reason
         return reason_by_failed_call
 
-    def check_scored(self, missing_reasons: Sequence[str | None], step: int) -> None:
+    def check_scored(self, reasons: Sequence[str | None], step: int) -> None:
         """Raise `RunError` if not one rollout of all ranks has a reward.
 
         Args:
-            missing_reasons: why each rollout has no reward; None for a rollout with one.
+            reasons: for each rollout, why it has no reward; None for a rollout with one.
             step: optimizer steps that have been made, for the message.
         """
-        has_any_reward = None in missing_reasons
+        has_any_reward = None in reasons
         if has_any_reward:
             return
         raise RunError(
             stop_message_with_checkpoint(
                 step,
-                f"not one of {len(missing_reasons)} rollouts has a reward ({missing_reasons[0]})",
+                f"not one of {len(reasons)} rollouts has a reward ({reasons[0]})",
                 remedy="Repair the reward",
                 checkpoint=self.save_now(),
             )
         )
 
 
-def _has_own_time_limit(function: object) -> bool:
+def _is_of_this_package(function: object) -> bool:
     """Return whether a reward function is one of this package, and so needs no time limit.
 
-    Those bound their work for each completion, or the time of each call of a judge.
+    Each of these bounds its work for each completion, or the time of each call of a judge.
     """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 

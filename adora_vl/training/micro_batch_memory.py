@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from adora_vl.models.activations import PassSize
 from adora_vl.models.peak_memory import ActivationMemory
-from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
+from adora_vl.packing.shared_prompt import MAX_PACKED_TOKEN_SHARE
 from adora_vl.types import RowsOnCpu
 
 
@@ -139,7 +139,7 @@ def size_of_pass(
         subgroup.prompt_tokens + subgroup.predicting_tokens for subgroup in subgroups
     )
     tokens_of_padded_pass = rows * padded_length
-    if shares_prompts and packed_length <= MAX_TOKEN_RATIO * tokens_of_padded_pass:
+    if shares_prompts and packed_length <= MAX_PACKED_TOKEN_SHARE * tokens_of_padded_pass:
         # The pass computes a prompt once. But attention copies the prompt's keys for each rollout:
         # a rollout attends to the prompt's keys and its own.
         repeated_keys = sum(
@@ -231,7 +231,7 @@ class MicroBatchMemory:
         longest_subgroup = full_subgroup(all_sizes, self.longest_completion)
         planned = self._pass_bytes([longest_subgroup] * max_subgroups)
         micro_batches: list[range] = []
-        first = positions[0]  # of the micro-batch that is being filled
+        first = positions[0]  # the first position of the micro-batch that is being filled
         for position in positions:
             # Up to `max_subgroups` subgroups always fit, since as many of the longest ones are
             # planned for.

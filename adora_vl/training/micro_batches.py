@@ -365,11 +365,11 @@ class MicroBatcher:
             for subgroup in subgroups
             for row in range(rows_per_subgroup)
         ]
-        used = used_columns(
+        columns_in_use = used_columns(
             rows_on_cpu.prompt_mask[rows], [rows_on_cpu.completion_lengths[row] for row in rows]
         )
-        micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro_batch["rows_on_cpu"] = rows_on_cpu.select(rows, used.first_of_prompts)
+        micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), columns_in_use))
+        micro_batch["rows_on_cpu"] = rows_on_cpu.select(rows, columns_in_use.first_prompt_column)
         mean_rows = self.layout.micro_batch_rows * filled_share  # of a micro-batch
         micro_batch["share_of_rows"] = len(rows) / mean_rows
         if self._weighs_by_tokens:
@@ -435,25 +435,27 @@ class MicroBatcher:
         """
         if not self.config.uses("spread_signal") or self.accelerator.num_processes == 1:
             return []
-        # Only subgroups with signal move: their tokens by their numbers.
+        # Only subgroups with signal move. This has the tokens of each, by the subgroup's number.
         tokens_with_signal = {
             subgroup: tokens
             for subgroup, tokens in enumerate(self._tokens_of(sizes))
             if has_signal[subgroup]
         }
-        gathered = gather_object([(tokens_with_signal, movable_columns(batch))])
-        tokens_by_rank = [tokens_of_rank for tokens_of_rank, _ in gathered]
-        columns_by_rank = [columns_of_rank for _, columns_of_rank in gathered]
+        tokens_and_columns = gather_object([(tokens_with_signal, movable_columns(batch))])
+        tokens_by_rank = [tokens_of_rank for tokens_of_rank, _ in tokens_and_columns]
+        columns_by_rank = [columns_of_rank for _, columns_of_rank in tokens_and_columns]
         # The columns differ where a rank has no images. Rows that move have to fit into the columns
         # of the rank that gets them.
         ranks_have_same_columns = len(set(columns_by_rank)) == 1
+        # None: the rows have pixels, which are too large to be sent.
         rows_can_move = columns_by_rank[0] is not None
         moves: list[SubgroupMove] = []
         if ranks_have_same_columns and rows_can_move:
-            # Every optimizer step needs a subgroup of every rank.
+            # Every rank needs a subgroup for every optimizer step: the ranks step together.
             moves = plan_moves(tokens_by_rank, min_subgroups=self.layout.optimizer_steps_per_pass)
-        subgroups_with_signal = sum(map(len, tokens_by_rank))
-        self.log("adora/moved_groups", len(moves) / max(subgroups_with_signal, 1))
+        count_with_signal = sum(map(len, tokens_by_rank))
+        # A share, in spite of its name: of 10 subgroups with signal, 2 moves are 0.2.
+        self.log("adora/moved_groups", len(moves) / max(count_with_signal, 1))
         return moves
 
     def _carry_out(

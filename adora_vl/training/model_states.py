@@ -136,17 +136,17 @@ def _states_without_deepspeed(
     has a reference model.
     """
     weights = shape.base_bytes(shape.weight_bytes)
-    bytes_per_trained = shape.weight_bytes
+    bytes_per_trained_parameter = shape.weight_bytes
     if shape.has_adapters:
         # PEFT makes LoRA matrices in float32, beside the frozen weights.
-        bytes_per_trained = FLOAT32_BYTES
+        bytes_per_trained_parameter = FLOAT32_BYTES
         weights += shape.trained_parameters * FLOAT32_BYTES
     gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
     keeps_reference = has_reference and not shape.has_adapters
     return ModelStateBytes(
         weights=weights,
-        gradients=shape.trained_parameters * bytes_per_trained * gradient_copies,
-        optimizer=ADAM_MOMENTS * shape.trained_parameters * bytes_per_trained,
+        gradients=shape.trained_parameters * bytes_per_trained_parameter * gradient_copies,
+        optimizer=ADAM_MOMENTS * shape.trained_parameters * bytes_per_trained_parameter,
         reference=shape.total_parameters * shape.weight_bytes if keeps_reference else 0,
     )
 
@@ -158,8 +158,8 @@ def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed_precision: bool) -
     """
     # DeepSpeed casts the weights, and so the residual stream, to the 16 bit dtype. torch's autocast
     # leaves both as they are.
-    is_cast = sharding.stage is not None and mixed_precision
+    weights_are_cast = sharding.stage is not None and mixed_precision
     return DtypeBytes(
         compute=2 if mixed_precision else shape.weight_bytes,
-        residual=2 if is_cast else shape.weight_bytes,
+        residual=2 if weights_are_cast else shape.weight_bytes,
     )

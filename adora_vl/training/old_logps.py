@@ -282,14 +282,15 @@ class OldLogps:
 
         Args:
             stored_micro_batch: the micro-batch of the generation, which the next iteration reads.
-            loss_micro_batch: its copy for this loss, which may have the ratio to the engine.
+            loss_micro_batch: the copy of the micro-batch for this loss alone. It has the importance
+                ratio to the engine, if the loss is corrected by it.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
             micro_step: how many micro-batches of the generation were learned from before this one.
         """
         if self.layout.num_iterations == 1 or not self.come_from_training_pass(micro_step):
             return
-        # `setdefault`: if the policy has dropout, a pass without dropout over the whole generation
-        # may have stored its log-probabilities before. Later iterations use those.
+        # With dropout an earlier pass without dropout may have stored log-probabilities. Later
+        # iterations use those, so `setdefault` keeps them.
         stored_micro_batch.setdefault("old_per_token_logps", logps_BC)
         ratio = loss_micro_batch.get("importance_sampling_ratio")
         if ratio is not None:

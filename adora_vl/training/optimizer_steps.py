@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adora_vl.training.guards import RatioGuard
 from adora_vl.types import StepContext
 
-MAX_BAD_STEPS_IN_A_ROW = 3  # after so many a run stops
+MAX_BAD_STEPS_IN_A_ROW = 3  # the run stops after this many
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -20,7 +20,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and
     optimizer alone.
 
-    After `MAX_BAD_STEPS_IN_A_ROW` of them in a row the run saves and stops, and `reason` says why.
+    After `MAX_BAD_STEPS_IN_A_ROW` of them in a row the run saves and stops, and `stop_reason` says
+    why.
 
     DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it.
     With DeepSpeed the callback only counts these steps. With float16 such steps are normal:
@@ -32,27 +33,27 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self,
         context: StepContext,
         ratio_guard: RatioGuard,
-        deepspeed_engine: Callable[[], Any] | None,
+        get_deepspeed_engine: Callable[[], Any] | None,
     ) -> None:
         """Build the callback.
 
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
             ratio_guard: says whether an importance ratio made the step bad.
-            deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
+            get_deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
                 training has begun; None without DeepSpeed.
         """
         # With float16 DeepSpeed searches a loss scale: it lowers the scale after a step that
         # overflows, so that such steps are normal, however many there are in a row.
-        searches_loss_scale = deepspeed_engine is not None and context.config.fp16
+        searches_loss_scale = get_deepspeed_engine is not None and context.config.fp16
         self.max_bad_steps = math.inf if searches_loss_scale else MAX_BAD_STEPS_IN_A_ROW
         self.ratio_guard = ratio_guard
         self.log = context.log
-        self.deepspeed_engine = deepspeed_engine
+        self.get_deepspeed_engine = get_deepspeed_engine
         self.accelerator = context.accelerator
         self.bad_steps_in_a_row = 0
-        self.reason: str | None = None  # why the run has stopped, if it has
-        self._weights_are_lost = False
+        self.stop_reason: str | None = None  # why the run has stopped, if it has
+        self._weights_are_lost = False  # DeepSpeed has applied gradients that are not finite
 
     def on_pre_optimizer_step(
         self,
@@ -66,7 +67,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         All ranks see the same reduced gradients, and so decide alike.
         """
-        if self.deepspeed_engine is not None:
+        if self.get_deepspeed_engine is not None:
             return
         parameters = [
             parameter
@@ -82,7 +83,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             # The optimizer skips parameters without a gradient.
             for parameter in parameters:
                 parameter.grad = None
-        self._count(control, is_bad=is_bad)
+        self._count_step(control, is_bad=is_bad)
 
     def on_step_end(
         self,
@@ -95,14 +96,14 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         If DeepSpeed has applied such gradients, the weights are lost, and the run stops unsaved.
         """
-        if self.deepspeed_engine is None:
+        if self.get_deepspeed_engine is None:
             return
         # The norm over all ranks; None where DeepSpeed has not computed it.
-        engine = self.deepspeed_engine()
+        engine = self.get_deepspeed_engine()
         gradient_norm = engine.get_global_grad_norm()
         is_bad = gradient_norm is not None and not math.isfinite(gradient_norm)
         if is_bad and not self.accelerator.optimizer_step_was_skipped:
-            self.reason = (
+            self.stop_reason = (
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has "
                 "applied them (its check_grad_overflow is off?); go on from the newest "
                 "checkpoint"
@@ -111,7 +112,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = False
             control.should_training_stop = True
             return
-        self._count(control, is_bad=is_bad)
+        self._count_step(control, is_bad=is_bad)
 
     def on_epoch_end(
         self,
@@ -124,13 +125,13 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self._weights_are_lost:
             control.should_save = False
 
-    def _count(self, control: TrainerControl, *, is_bad: bool) -> None:
+    def _count_step(self, control: TrainerControl, *, is_bad: bool) -> None:
         """Count a step, and let the run save after too many bad ones in a row.
 
-        `on_save` then stops it, as `reason` is set.
+        `on_save` then stops it, as `stop_reason` is set.
 
         Args:
-            control: gets the order to save.
+            control: told to save, where the run is to stop.
             is_bad: whether the step was skipped, since its gradients are not finite. `RatioGuard`
                 makes them so on purpose where an importance ratio is too large.
         """
@@ -149,7 +150,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 f"(adora_max_ratio: {self.ratio_guard.max_ratio})"
             )
             causes = "a learning rate that is too high, or too many optimizer steps per generation"
-        self.reason = (
+        self.stop_reason = (
             f"{self.bad_steps_in_a_row} steps in a row {fault}; the weights are those of before. "
             f"Likely causes: {causes}"
         )
@@ -166,7 +167,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         Not before: a checkpoint notes whether the training has ended, and this one is to go on.
         """
-        if self.reason is not None:
+        if self.stop_reason is not None:
             control.should_training_stop = True
 
     def bad_steps_to_save(self) -> int:
@@ -174,7 +175,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         A run that has stopped for them begins to count anew, since its cause may be mended.
         """
-        return self.bad_steps_in_a_row if self.reason is None else 0
+        return self.bad_steps_in_a_row if self.stop_reason is None else 0
 
 
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

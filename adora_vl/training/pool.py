@@ -279,12 +279,13 @@ class Pool:
         """
         if not self.generations_ahead:
             return 0
+        # `refill` is the most rounds of spare groups, each of at most `max_groups` groups.
         needed_groups = schedule.count_groups_for_signal(
             self.max_groups,
             self.state.recent_signal_shares,
             max_groups=self.max_groups * (1 + self.options.refill),
         )
-        # Complete groups that wait, on the rank that has fewest, serve as spare ones.
+        # Every rank has at least this many complete groups that wait. They serve as spare ones.
         complete_waiting_groups = self.state.min_complete_groups
         return max(0, needed_groups - self.max_groups - complete_waiting_groups)
 
@@ -467,9 +468,10 @@ class Pool:
         """
         ages_B = batch["age"]
         unfinished_count = torch.full_like(ages_B[0], self._count_unfinished_rollouts())
-        figures_3 = torch.stack([ages_B.sum(), ages_B.max(), unfinished_count])
+        # The sum and the maximum of the ages, and the count of unfinished rollouts.
+        ages_3 = torch.stack([ages_B.sum(), ages_B.max(), unfinished_count])
         # One gather for all three; each becomes a tensor with one value per rank, (R,).
-        sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
+        sums_R, maxima_R, unfinished_R = self.accelerator.gather(ages_3[None]).unbind(dim=1)
         rollouts_of_all_ranks = len(ages_B) * len(sums_R)
         self.log("adora/staleness", sums_R.sum().item() / rollouts_of_all_ranks)
         self.log("adora/staleness_max", maxima_R.max().item())
@@ -551,8 +553,8 @@ def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
 
     Gradients of fewer than half of `max_groups`, the most that it may have, would be too noisy.
     Besides, each of the generation's optimizer steps needs at least one subgroup, which is a group
-    or an equal part of one. For example, with 8 groups at most, and 6 optimizer steps of one group
-    each, the fewest are 6.
+    or an equal part of one. For example, a rank has at most 8 groups, of which half are 4. If 6
+    optimizer steps need one group each, the result is 6.
     """
     rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_subgroup
     groups_for_all_steps = rows_for_all_steps / layout.num_generations

@@ -89,7 +89,7 @@ class RolloutFacts:
     net_claims_N: Tensor
     """True and new claims of the rollout less its errors, at least 0, as `steps` counts them. NaN
     where a row has no figure, and where nothing counts them."""
-    missing_reasons: tuple[str | None, ...] = ()
+    missing_reward_reasons: tuple[str | None, ...] = ()
     """Why a rollout has no reward; None where it has one. `without_unrewarded` fills it."""
     extra_columns: Mapping[str, list[Any]] = field(default_factory=dict)
     """Columns of N values that reward functions have given to TRL's `log_extra`."""
@@ -110,15 +110,16 @@ class RolloutFacts:
         if accelerator.num_processes == 1:
             return measured
         # The facts with one value for each rollout. The rewards have F of them.
-        names = [spec.name for spec in fields(cls) if spec.name.endswith("_N")]
-        columns = [getattr(measured, name).float()[:, None] for name in names]
+        fact_names = [fact.name for fact in fields(cls) if fact.name.endswith("_N")]
+        columns = [getattr(measured, name).float()[:, None] for name in fact_names]
         packed_BK = torch.cat([measured.rewards_NF, *columns], dim=1)
         packed_NK = accelerator.gather(packed_BK.to(accelerator.device, non_blocking=True)).cpu()
         function_count = measured.rewards_NF.size(1)
+        # In the order in which they were packed: first the rewards, then the other facts.
         rewards_NF = packed_NK[:, :function_count]
         other_columns = packed_NK[:, function_count:].unbind(dim=1)
         facts: dict[str, Any] = {"rewards_NF": rewards_NF, "counted_rewards_NF": rewards_NF}
-        for name, values_N in zip(names, other_columns, strict=True):
+        for name, values_N in zip(fact_names, other_columns, strict=True):
             facts[name] = values_N.to(getattr(measured, name).dtype)
         return cls(**facts)
 
@@ -126,7 +127,7 @@ class RolloutFacts:
         self,
         reason_by_failed_call: Mapping[tuple[int, int], str],
         weights_F: Tensor,
-        names: Sequence[str],
+        function_names: Sequence[str],
         group_size: int,
     ) -> RolloutFacts:
         """Take rollouts that lack a reward out of their groups, and store why they lack it.
@@ -144,7 +145,7 @@ class RolloutFacts:
             reason_by_failed_call: the reason for each failed call of a reward function, by the
                 number of the rollout over all ranks and the number of the function.
             weights_F: weights of the reward functions.
-            names: names of the reward functions.
+            function_names: names of the reward functions.
             group_size: rollouts of a group.
         """
         weights_F = weights_F.to(self.rewards_NF.device)
@@ -155,21 +156,21 @@ class RolloutFacts:
             self.rewards_NF, has_failed_NF, weights_F=weights_F, group_size=group_size
         )
         lacks_reward_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
-        missing_reasons: list[str | None] = [None] * len(self.rewards_NF)
+        missing_reward_reasons: list[str | None] = [None] * len(self.rewards_NF)
         for rollout in lacks_reward_N.nonzero().flatten().tolist():
             functions_without_score = lacks_score_NF[rollout].nonzero().flatten().tolist()
-            # A function that has not failed has returned None.
-            reasons = [
-                f"{names[function]}: {reason_by_failed_call.get((rollout, function), 'None')}"
-                for function in functions_without_score
-            ]
-            missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
+            reasons = []
+            for function in functions_without_score:
+                # A function that has not failed has returned None.
+                reason = reason_by_failed_call.get((rollout, function), "None")
+                reasons.append(f"{function_names[function]}: {reason}")
+            missing_reward_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
         # The rollouts without a reward, and those that would be the only one of their group.
         leaves_group_N = rollouts_that_leave(lacks_reward_N, group_size)
         return replace(
             self,
             counted_rewards_NF=torch.where(leaves_group_N[:, None], torch.nan, self.rewards_NF),
-            missing_reasons=tuple(missing_reasons),
+            missing_reward_reasons=tuple(missing_reward_reasons),
         )
 
     def select(self, rollouts: Sequence[int]) -> RolloutFacts:
@@ -180,7 +181,9 @@ class RolloutFacts:
         return replace(
             self,
             **selected_tensors,
-            missing_reasons=tuple(self.missing_reasons[number] for number in rollouts),
+            missing_reward_reasons=tuple(
+                self.missing_reward_reasons[number] for number in rollouts
+            ),
             extra_columns={},
             logged_metrics={},
         )
@@ -195,7 +198,7 @@ class RolloutFacts:
         return replace(
             self,
             **joined_tensors,
-            missing_reasons=(*self.missing_reasons, *appended.missing_reasons),
+            missing_reward_reasons=(*self.missing_reward_reasons, *appended.missing_reward_reasons),
         )
 
     def append_graded(self, appended: RolloutFacts) -> RolloutFacts:
@@ -219,11 +222,11 @@ class RolloutFacts:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors by the names of their fields."""
-        names = [spec.name for spec in fields(self) if spec.name.endswith(("_N", "_NF"))]
+        names = [fact.name for fact in fields(self) if fact.name.endswith(("_N", "_NF"))]
         return {name: getattr(self, name) for name in names}
 
     @property
-    def leaving_reasons(self) -> list[str | None]:
+    def reasons_not_learned_from(self) -> list[str | None]:
         """The reason why nothing is learned from each rollout; None where something is.
 
         `without_unrewarded` takes a rollout out of its group if its reward is missing or
@@ -234,13 +237,13 @@ class RolloutFacts:
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
             _ALONE_IN_GROUP if has_left and reason is None else reason
-            for reason, has_left in zip(self.missing_reasons, has_left_N, strict=True)
+            for reason, has_left in zip(self.missing_reward_reasons, has_left_N, strict=True)
         ]
 
     @property
-    def missing_share(self) -> float:
+    def missing_reward_share(self) -> float:
         """Share of the rollouts without a reward."""
-        lack_reward = [reason is not None for reason in self.missing_reasons]
+        lack_reward = [reason is not None for reason in self.missing_reward_reasons]
         return lack_reward.count(True) / len(lack_reward)
 
     @property

@@ -18,8 +18,8 @@ REMEMBERED_GENERATIONS = 4
 # The longest completion of a generation must exceed the budget by this factor on average. Otherwise
 # there is no budget.
 MIN_TAIL_RATIO = 1.5
-# So many times as many further groups are sampled as are missing. With 1.5 one round is enough
-# about as often as with a further group for every slot.
+# Where groups with signal are missing, this many further groups are sampled for each missing one.
+# With 1.5 one round is enough about as often as with a further group for every slot.
 OVERSAMPLING_FACTOR = 1.5
 
 

@@ -112,37 +112,41 @@ class RewardFunctions:
                 logs with `log_extra`, by their names.
         """
 
-        def call(number: int) -> Any:
-            """Call the function of this index: returns its rewards, or a coroutine for them."""
-            columns = columns_by_function[number]
+        def call(function_index: int) -> Any:
+            """Call a reward function, and return its rewards.
+
+            A coroutine function returns a coroutine, whose result are the rewards.
+            """
+            logged_columns = columns_by_function[function_index]
 
             def log_extra(column: str, values: Iterable[Any]) -> None:
-                columns.setdefault(column, []).extend(values)
+                logged_columns.setdefault(column, []).extend(values)
 
-            return self.functions[number](**arguments, log_extra=log_extra)
+            return self.functions[function_index](**arguments, log_extra=log_extra)
 
-        rewards_by_number: dict[int, Any] = {}
-        coroutine_numbers = []
-        for number, function in enumerate(self.functions):
+        rewards_by_index: dict[int, Any] = {}
+        coroutine_indices = []
+        for index, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
-                rewards_by_number[number] = self._score_by_model(
+                rewards_by_index[index] = self._score_by_model(
                     function,
-                    tokenizer=self.tokenizers[number],
+                    tokenizer=self.tokenizers[index],
                     prompts=unscored_groups.prompts.messages,
                     completions=unscored_groups.completions,
                 )
             elif is_async(function):
-                coroutine_numbers.append(number)
+                coroutine_indices.append(index)
             else:
-                rewards_by_number[number] = call(number)
-        if coroutine_numbers:
+                rewards_by_index[index] = call(index)
+        if coroutine_indices:
 
             async def run_together() -> list[Any]:
-                return await asyncio.gather(*map(call, coroutine_numbers))
+                return await asyncio.gather(*map(call, coroutine_indices))
 
-            pending = asyncio.run_coroutine_threadsafe(run_together(), self.event_loop())
-            rewards_by_number.update(zip(coroutine_numbers, pending.result(), strict=True))
-        return [rewards_by_number[number] for number in range(len(self.functions))]
+            # The coroutines run in the thread of the event loop. `result` waits for all of them.
+            future_rewards = asyncio.run_coroutine_threadsafe(run_together(), self.event_loop())
+            rewards_by_index.update(zip(coroutine_indices, future_rewards.result(), strict=True))
+        return [rewards_by_index[index] for index in range(len(self.functions))]
 
     def _score_by_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
@@ -237,14 +241,19 @@ class Scorer:
         """
         self.guard.check(step)
         # A function may also have failed for single completions. Those have no reward.
-        failed_calls = self.guard.pop_failed_calls(rows_per_rank=len(unscored_groups.rollouts))
+        reason_by_failed_call = self.guard.pop_failed_calls(
+            rows_per_rank=len(unscored_groups.rollouts)
+        )
         measured = measured_facts(unscored_groups, scores.rewards_BF)
         facts = RolloutFacts.gather_from_ranks(
             measured, self.context.accelerator
         ).without_unrewarded(
-            failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
+            reason_by_failed_call,
+            weights_F=self.weights_F,
+            function_names=self.names,
+            group_size=group_size,
         )
-        self.guard.check_scored(facts.missing_reasons, step)
+        self.guard.check_scored(facts.missing_reward_reasons, step)
         extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(unscored_groups.rollouts))
         return facts.with_logged(extra_columns, logged_metrics)
 
@@ -307,7 +316,8 @@ def _logged_on_all_ranks(
 
     Args:
         scores: what the functions of this rank have logged.
-        rows_per_rank: rollouts of each rank. A rank that did not log a column gets so many None.
+        rows_per_rank: rollouts of each rank. A column that a rank did not log has None for
+            each of them.
 
     Returns:
         The columns by name, with a value for each rollout of all ranks; and the means of the

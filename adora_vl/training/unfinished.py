@@ -110,7 +110,7 @@ class UnfinishedGeneration:
         }
         bank = self.image_banks.of_training()
         if bank is not None:
-            content["first"] = bank.first
+            content["first"] = bank.first_patch
             # Plain tuples: `torch.load` reads no class of ours from a checkpoint.
             content["images"] = [tuple(to_cpu(bank.image(image_id))) for image_id in bank.image_ids]
         save_for_rank(
@@ -169,7 +169,7 @@ class UnfinishedGeneration:
             if patch_numbers is not None and not patch_numbers.is_floating_point():
                 # Patches are numbered through all banks of a run, so the new bank begins at another
                 # number than the one that was saved.
-                micro_batch["pixel_values"] = patch_numbers + (bank.first - content["first"])
+                micro_batch["pixel_values"] = patch_numbers + (bank.first_patch - content["first"])
         return RestoredGeneration(
             micro_step=entry["micro_step"], micro_batches=micro_batches, table=content["table"]
         )

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 
 
-def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
+def rollout_seed(run_seed: int, draw_name: str, group: int, member: int) -> int:
     """Return the seed with which a rollout is sampled, below 2^63.
 
     Args:
         run_seed: the seed of the run.
-        position: where in the run the rollout is sampled, such as `train/12/0`.
+        draw_name: names the draw by where in the run the rollout is sampled, such as `train/12/0`.
         group: the number of its group over all ranks.
         member: its number in the group. Seeds are consecutive in a group, as vLLM gives them to the
             rollouts of one request.
     """
     # 62 bits, so that adding the member stays below 2^63
-    first_seed = hash_to_int(f"{run_seed}/{position}/{group}") >> 2
+    first_seed = hash_to_int(f"{run_seed}/{draw_name}/{group}") >> 2
     return first_seed + member
 
 
@@ -30,6 +30,7 @@ def generator_for_key(key: str) -> torch.Generator:
     `key`: such as `row order/SEED/EPOCH`. It begins with the name of what is drawn, so that no two
     purposes share a seed.
     """
+    # 63 bits: a larger seed would not fit into torch's signed 64 bits.
     return torch.Generator().manual_seed(hash_to_int(key) >> 1)
 
 
@@ -47,7 +48,7 @@ def seeded_by_key(key: str) -> Iterator[None]:
 
     The random states of the CPU and of this process's GPU are restored after the block.
     """
-    seed = hash_to_int(key) >> 1
+    seed = hash_to_int(key) >> 1  # 63 bits, as in `generator_for_key`
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

@@ -200,7 +200,7 @@ class Subject:
         with _sharing_forced():
             results = self._logps_and_gradients(policy, group)
         layout = policy.packed_forward
-        is_used = layout.passes > 0
+        is_used = layout.pass_count > 0
         yield verdict_line(
             f"{size}, {name}",
             "used" if is_used else layout.disabled_reason or "not used",
@@ -240,7 +240,7 @@ class Subject:
         group = groups[0]
         with torch.no_grad():
             self.logps_through(policy, group)
-        chosen = "shared" if policy.packed_forward.passes else "separate"
+        chosen = "shared" if policy.packed_forward.pass_count else "separate"
         forced = self.shared()
         ways = {
             name: partial(self._run_step, way, cycle(groups))

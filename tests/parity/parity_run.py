@@ -122,7 +122,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
         if patch_numbers.is_floating_point():
             return patch_numbers
         bank = self.parts.images.banks.of(int(patch_numbers[0, 0]))
-        return bank.pixels(bank.image_ids)[0][patch_numbers[:, 0] - bank.first]
+        return bank.pixels(bank.image_ids)[0][patch_numbers[:, 0] - bank.first_patch]
 
     def present_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Score a batch with the present weights: log-probabilities (B, C)."""
@@ -294,7 +294,7 @@ def distances_of_run(trainer: RecordingTrainer) -> dict[str, Any]:
         "gaps": gaps_of_ranks.amax(dim=0).tolist(),
         "means": trainer.means,
         "turns": trainer.turns,
-        "packed": packed_forward.passes,
+        "packed": packed_forward.pass_count,
         "packing_disabled_reason": packed_forward.disabled_reason,
         "largest_logp_change": gather(largest_move[None]).amax().item(),
         "advantages": gather(trainer.last_advantages).tolist(),

@@ -124,7 +124,7 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         images = self.parts.images
-        self.processed_before = self.image_cache.processed
+        self.processed_before = self.image_cache.processed_count
         self.image_passes_before = images.vision.image_passes
         return super()._generate_and_score_completions(inputs)
 
@@ -139,7 +139,7 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         ) -> None:
             log_scored(generation, unscored_groups, scored_groups)
             if generation.key.refill_round == 0:  # no batch that refills the generation
-                processed = self.image_cache.processed
+                processed = self.image_cache.processed_count
                 self.images_processed.append(processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)
                 self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
@@ -159,7 +159,7 @@ class SwitchPartsByStep(TrainerCallback):
         """Record the counts so far, and switch the parts of this step on."""
         self.trainer.forward_passes_at_start.append(self.trainer.forward_passes)
         name = self.names[state.global_step]
-        packed_passes = self.trainer.parts.policy_pass.packed_forward.passes
+        packed_passes = self.trainer.parts.policy_pass.packed_forward.pass_count
         self.trainer.packed_passes_at_start.append(packed_passes)
         # "no padding" packs also where that does not pay
         packs_always = name == "no padding"
@@ -175,7 +175,7 @@ class SwitchPartsByStep(TrainerCallback):
         if not args.uses("cache_images"):
             images.cache = None
         # Without a cache there is nothing to share images by.
-        vision.share = args.uses("share_vision") and images.cache is not None
+        vision.shares_images = args.uses("share_vision") and images.cache is not None
         vision.switch_batched_windows(on=args.uses("batch_windows"))
         self.trainer.parts.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
@@ -324,7 +324,7 @@ def results_of_steps(
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     packed_forward = trainer.parts.policy_pass.packed_forward
     image_passes = [*trainer.image_passes_at_start, trainer.parts.images.vision.image_passes]
-    packed_passes = [*trainer.packed_passes_at_start, packed_forward.passes]
+    packed_passes = [*trainer.packed_passes_at_start, packed_forward.pass_count]
     forward_passes = [*trainer.forward_passes_at_start, trainer.forward_passes]
     # Gradients of a sharded model are not there to be copied.
     has_gradients = bool(gradients.steps and gradients.steps[0])

@@ -73,12 +73,12 @@ class RecordingTrainer(AdoraGRPOTrainer):
         """Return these rollouts' gradients, weighted as in stock TRL's full micro-batches."""
         batch = RowReader(cast("Batch", self.generation)).take(rows)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
-        self.parts.images.vision.share = False
+        self.parts.images.vision.shares_images = False
         loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS_PER_MICRO_BATCH
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         self.args.adora_stock_step = False
-        self.parts.images.vision.share = True
+        self.parts.images.vision.shares_images = True
         return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
 
 

@@ -28,7 +28,7 @@ def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
         "tool_seconds_N": zeros_N,
         "unanswered_N": zeros_N.bool(),
         "net_claims_N": torch.full_like(zeros_N, torch.nan),
-        "missing_reasons": (None,) * len(rewards_NF),
+        "missing_reward_reasons": (None,) * len(rewards_NF),
     }
     return RolloutFacts(rewards_NF=rewards_NF, **{**fields, **columns})
 

@@ -141,7 +141,7 @@ class ConversationTurns:
     def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
         """Return the conversations with one more turn of the model."""
         tool_loop = self.engine.tool_loop
-        max_turn_tokens = tool_loop.turn_tokens if tool_loop else None
+        max_turn_tokens = tool_loop.max_turn_tokens if tool_loop else None
         requests = [self._build_request(key, rollout) for key, rollout in rollouts.items()]
         results = self.engine.sample(requests)
         longer_rollouts: dict[int, Rollout] = {}
@@ -184,8 +184,8 @@ class ConversationTurns:
         context_left = self.engine.context_length - len(self.prompts[key])
         tokens_left = min(self.engine.max_length, context_left) - len(rollout.tokens)
         tool_loop = self.engine.tool_loop
-        if tool_loop is not None and tool_loop.turn_tokens:
-            turn_left = tool_loop.turn_tokens - len(rollout.last_turn_tokens)
+        if tool_loop is not None and tool_loop.max_turn_tokens:
+            turn_left = tool_loop.max_turn_tokens - len(rollout.last_turn_tokens)
             tokens_left = min(tokens_left, turn_left)
         return tokens_left
 
@@ -197,7 +197,7 @@ class ConversationTurns:
         # Each turn after the first has a seed of its own. The request's seed is already that of one
         # answer, so group and member can be 0 for all.
         if n_segments:
-            seed = rollout_seed(seed, position=f"segment-{n_segments}", group=0, member=0)
+            seed = rollout_seed(seed, draw_name=f"segment-{n_segments}", group=0, member=0)
         tool_images = [picture.image for picture in rollout.pictures]
         return SamplingRequest(
             prompt_ids=[*self.prompts[key], *rollout.tokens],
@@ -237,7 +237,7 @@ class LocalEngine(ConversationEngine):
                 count_image_tokens=chat.image_token_count,
                 max_answers=settings.max_tool_calling_iterations,
                 decode=chat.decode,
-                turn_tokens=toolbox.options.turn_tokens,
+                max_turn_tokens=toolbox.options.turn_tokens,
                 context_length=chat.context,
             )
 

@@ -79,7 +79,7 @@ def test_the_cached_output_is_the_processors(processor, subtests):
                 assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
                 assert actual["pixel_values"].dtype == expected["pixel_values"].dtype
                 assert torch.equal(actual["pixel_values"], expected["pixel_values"])
-            assert ours.processed == 3, (
+            assert ours.processed_count == 3, (
                 "one of the four was there twice, and the second round asked for nothing new"
             )
             assert "preprocess" not in vars(processor.image_processor)
@@ -93,13 +93,13 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
         cached([noise_picture(seed)])
         # An image that is alone in the cache stays, even if it is larger than the limit.
         assert cache.cached_bytes <= 20_000 or seed == 0
-    assert cache.processed == 6
+    assert cache.processed_count == 6
     cached([noise_picture(5)])
-    assert cache.processed == 6, "the newest image is still there"
+    assert cache.processed_count == 6, "the newest image is still there"
     cached([noise_picture(0)])
-    assert cache.processed == 7, "the oldest one went"
+    assert cache.processed_count == 7, "the oldest one went"
     cached([noise_picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
-    assert cache.processed == 8, "at another size it is another entry"
+    assert cache.processed_count == 8, "at another size it is another entry"
 
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
@@ -112,10 +112,10 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
     for seed in range(1, 9):
         cached([noise_picture(0)])
         cached([noise_picture(seed)])
-    assert cache.processed == 9
+    assert cache.processed_count == 9
     assert cache.cached_bytes <= 30_000
     cached([noise_picture(1)])
-    assert cache.processed == 10, "the others went"
+    assert cache.processed_count == 10, "the others went"
 
 
 def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
@@ -130,7 +130,7 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     settings = effective_settings(processor.image_processor, {})
     drawing_entry = cache.get(processor.image_processor, drawing, settings)
     recoloured_entry = cache.get(processor.image_processor, recoloured, settings)
-    assert cache.processed == 2
+    assert cache.processed_count == 2
     assert not torch.equal(drawing_entry.frames_RF, recoloured_entry.frames_RF)
 
 
@@ -191,7 +191,7 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
                 ),
             )
             plain = read_prompts(rows, family_processor, {})
-            assert cache.processed == len(bank) == 3
+            assert cache.processed_count == len(bank) == 3
             assert ours.ids == plain.ids
             patches, _ = bank.pixels(bank.image_ids)
             assert torch.equal(
@@ -287,7 +287,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     for image in pictures:
         cache.preprocess(processor.image_processor)([image])
     assert counts == dict.fromkeys(counts, 2)
-    assert cache.processed == 2
+    assert cache.processed_count == 2
 
 
 def test_the_chat_template_gets_its_arguments(processor):

@@ -495,7 +495,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_patch_numbe
     )
     result = forward(pass_inputs, first_separate_rows)
     assert result is not None
-    assert forward.passes == 1
+    assert forward.pass_count == 1
     assert not forward.disabled_reason
     group_sizes = [[len(group_rows) for group_rows in groups] for groups in groups_by_chunk]
     # The check of the first chunk, then both chunks.
@@ -544,7 +544,7 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
         warnings.simplefilter("ignore")
         policy.check(model, columns)
     assert row_counts == [2]
-    assert policy.packed_forward.passes == 0
+    assert policy.packed_forward.pass_count == 0
     assert not policy.needs_check
     assert policy.shares_prompts == shares
 

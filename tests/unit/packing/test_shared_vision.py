@@ -233,7 +233,7 @@ def assert_as_separate_rows(model_type: str, frozen: bool) -> None:
     reference = gradients(model, expected)
     assert vision.install(model)
     for shares, image_passes in ((True, 3), (False, 11)):
-        vision.share = shares
+        vision.shares_images = shares
         vision.image_passes = 0
         row_logps = logps_of_shared_batch(model, vision, PICTURES_OF_ROWS)
         assert vision.image_passes == image_passes, "of eleven pictures three are distinct"

@@ -357,7 +357,9 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     for rollout, reason, has_end in cases:
         assert rollout.finish_reason == reason
         assert stop_criteria.rollout_has_stopped(rollout, "") is has_end
-    computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
+    computer = AdvantageComputer(
+        step_context(), AdvantagePipeline({}), torch.ones(1), has_tools=True
+    )
     assert computer.truncated_at is None, "with tools no number of tokens makes it truncated"
     assert len(answered_rollout.segments) == 2
     assert (

@@ -57,7 +57,7 @@ class GuardedTraining:
             lambda name, value: self.logged.append(value), adora_max_ratio=1000.0
         )
         self.ratio_guard = RatioGuard(context)
-        self.guard = SkipBadSteps(context, self.ratio_guard, deepspeed_engine=None)
+        self.guard = SkipBadSteps(context, self.ratio_guard, get_deepspeed_engine=None)
         self.guard.max_bad_steps = 2
         self.control = TrainerControl()  # what the callback tells Transformers to do
 
@@ -87,7 +87,7 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(bad_gra
         assert torch.equal(training.optimizer.state[training.weights][name], moment)
     assert training.step(1.0, 1.0) != weights_before
     assert training.logged == [0.0, 1.0, 0.0]
-    assert training.guard.reason is None
+    assert training.guard.stop_reason is None
 
 
 def test_bad_steps_in_a_row_save_and_stop():
@@ -98,7 +98,7 @@ def test_bad_steps_in_a_row_save_and_stop():
         training.step(gradient, 1.0)
         assert not training.control.should_training_stop
     training.step(math.nan, 1.0)
-    assert "2 steps in a row" in str(training.guard.reason)
+    assert "2 steps in a row" in str(training.guard.stop_reason)
     assert training.control.should_save
     # The checkpoint is of a run that goes on, so the training stops after it.
     assert not training.control.should_training_stop
@@ -121,7 +121,7 @@ def test_the_reason_of_a_stop_names_a_ratio_that_exploded():
     training = GuardedTraining()
     training.step(math.nan, 1.0, ratio=5e4)
     training.step(math.nan, 1.0, ratio=7e4)
-    reason = str(training.guard.reason)
+    reason = str(training.guard.stop_reason)
     assert (
         "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04" in reason
     )
@@ -151,7 +151,7 @@ def two_deepspeed_steps(
     context = step_context(
         fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped)
     )
-    guard = SkipBadSteps(context, RatioGuard(context), deepspeed_engine=lambda: engine)
+    guard = SkipBadSteps(context, RatioGuard(context), get_deepspeed_engine=lambda: engine)
     control = TrainerControl()
     if not fp16:
         guard.max_bad_steps = max_bad_steps
@@ -169,15 +169,15 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
     three steps, if it searches a loss scale, or if the gradients are finite.
     """
     stopped = two_deepspeed_steps(math.inf, skipped=True)
-    assert "2 steps in a row" in str(stopped.guard.reason)
+    assert "2 steps in a row" in str(stopped.guard.stop_reason)
     assert stopped.control.should_save
     nothing: Any = None
     stopped.guard.on_save(nothing, nothing, stopped.control)
     assert stopped.control.should_training_stop
     patient = two_deepspeed_steps(math.inf, skipped=True, max_bad_steps=3)
-    assert patient.guard.reason is None
+    assert patient.guard.stop_reason is None
     searching_loss_scale = two_deepspeed_steps(math.inf, skipped=True, fp16=True)
-    assert searching_loss_scale.guard.reason is None
+    assert searching_loss_scale.guard.stop_reason is None
     good = two_deepspeed_steps(0.3, skipped=False)
     assert good.guard.bad_steps_in_a_row == 0
 
@@ -185,7 +185,7 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
 def test_what_deepspeed_has_applied_is_not_saved():
     """If DeepSpeed has applied gradients that are NaN, the run stops without a checkpoint."""
     stopped = two_deepspeed_steps(math.nan, skipped=False)
-    assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.reason)
+    assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.stop_reason)
     assert stopped.control.should_training_stop
     assert not stopped.control.should_save
     # Transformers asks for a checkpoint at the end of an epoch.

@@ -76,9 +76,9 @@ def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
     """
     facts = facts_of_rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert summed_rewards(facts) == [None] * 4
-    assert facts.missing_reasons == (None, *["judge: HTTP 503"] * 3)
-    assert facts.missing_share == 0.75
-    assert facts.leaving_reasons[0] == "no other rollout of its group has a reward"
+    assert facts.missing_reward_reasons == (None, *["judge: HTTP 503"] * 3)
+    assert facts.missing_reward_share == 0.75
+    assert facts.reasons_not_learned_from[0] == "no other rollout of its group has a reward"
 
 
 def test_rollouts_with_a_reward_are_compared_with_each_other_alone():
@@ -100,15 +100,15 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
     """
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert summed_rewards(facts) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
-    assert facts.missing_reasons[7] == "judge: None"
-    assert facts.missing_share == 1 / 8
+    assert facts.missing_reward_reasons[7] == "judge: None"
+    assert facts.missing_reward_share == 1 / 8
 
 
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
     """A function that returns None for a whole group does not apply to it; one that fails does."""
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
     assert summed_rewards(facts) == [None] * 4
-    assert facts.missing_share == 1
+    assert facts.missing_reward_share == 1
     # A call that failed shows that the function applies, so the other three lack its reward.
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
     assert summed_rewards(facts) == [None] * 4
@@ -121,10 +121,10 @@ def test_only_functions_with_a_weight_count():
         [1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], judge_without_weight, failed=[0]
     )
     assert summed_rewards(facts, judge_without_weight) == [1.0, 0.0, 1.0, 0.0]
-    assert facts.missing_reasons == (None,) * 4
+    assert facts.missing_reward_reasons == (None,) * 4
     facts = facts_of_rewards([NAN] * 4, [1.0] * 4, judge_without_weight)
     assert summed_rewards(facts, judge_without_weight) == [None] * 4
-    assert set(facts.missing_reasons) == {"no reward function scored it"}
+    assert set(facts.missing_reward_reasons) == {"no reward function scored it"}
 
 
 def test_a_group_of_one_is_whole():
@@ -347,10 +347,10 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     """Where some rollouts have a reward the run goes on; where none has, it cannot learn."""
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     some_missing = facts_of_rewards([0.0] * 4, [1.0, NAN, NAN, NAN])
-    guard.check_scored(some_missing.missing_reasons, step=2)
+    guard.check_scored(some_missing.missing_reward_reasons, step=2)
     all_missing = facts_of_rewards([0.0] * 4, [NAN] * 4, failed=range(4))
     with pytest.raises(RunError) as error:
-        guard.check_scored(all_missing.missing_reasons, step=2)
+        guard.check_scored(all_missing.missing_reward_reasons, step=2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"

@@ -243,7 +243,7 @@ def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
 class PictureTools:
     """A fake tool loop, which answers most turns with a picture, up to three a rollout."""
 
-    turn_tokens = None
+    max_turn_tokens = None
 
     def __call__(
         self, rollout: Rollout, images: Any, *, max_length: int, step: int, seed: str, **_: Any
@@ -272,7 +272,7 @@ class PictureTools:
 class SilentTools:
     """A fake tool loop that answers nothing."""
 
-    turn_tokens = None
+    max_turn_tokens = None
 
     def __call__(self, rollout: Rollout, images: Any, **_: Any) -> Rollout:
         return rollout
@@ -313,7 +313,7 @@ class StandInScorer:
         ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
         facts = rollout_facts(row_numbers_B1.float(), length_N=lengths, prompt_length_N=ranks)
         facts = RolloutFacts.gather_from_ranks(facts, self.accelerator)
-        facts = replace(facts, missing_reasons=(None,) * len(facts.rewards_NF))
+        facts = replace(facts, missing_reward_reasons=(None,) * len(facts.rewards_NF))
         assessment = self.assess(facts, GROUP_SIZE, step=0)
         return ScoredGroups(groups=groups, batch=batch, facts=facts, assessment=assessment)
 
@@ -797,7 +797,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
         f"0/{number}" for number in range(5 * GROUPS_PER_GENERATION)
     ]
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
-        position = learned.generation.key.name
+        position = learned.generation.key.batch_name
         seeds = [
             rollout_seed(RUN_SEED, position, group_number, member)
             for group_number in range(GROUPS_PER_GENERATION)
@@ -901,7 +901,7 @@ def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, refill_
     expected_name = f"{mode}/{step}/{micro}"
     if refill_round:
         expected_name += f"/{refill_round}"
-    assert key.name == expected_name
+    assert key.batch_name == expected_name
 
 
 def test_the_metrics_of_a_generation():
