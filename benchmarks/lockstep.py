@@ -62,7 +62,7 @@ class DrawnLengths:
 
 ACTIVATIONS_OF_7B = ActivationMemory(
     model_shape(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
-    DtypeBytes(compute=2, residual=2),
+    DtypeBytes(compute_bytes=2, residual_bytes=2),
 )
 DRAWN_CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
 # The prompts and answers of docs/speed.md, with the limits of the 3B and the 7B recipe

@@ -213,7 +213,7 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
     tokens are counted.
     """
     vision = VISION_BY_FAMILY[family]
-    limits = PixelLimits(vision.min_pixels, vision.max_pixels, vision.unit)
+    limits = PixelLimits(vision.min_pixels, vision.max_pixels, vision.token_side)
     return sum(image_tokens(size, limits, row["id"]) for size in sizes)
 
 

@@ -77,7 +77,9 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     """
     vision = FAMILIES[family].vision
     assert vision is not None
-    image_settings: dict[str, Any] = {"patch_size": vision.unit // 2}  # a token has 2 x 2 patches
+    image_settings: dict[str, Any] = {
+        "patch_size": vision.token_side // 2
+    }  # a token has 2 x 2 patches
     processor: Any = Qwen2_5_VLProcessor
     video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):
@@ -86,7 +88,7 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
         video = transformers.Qwen3VLVideoProcessor
     return processor(
         image_processor=transformers.Qwen2VLImageProcessor(
-            min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **image_settings
+            min_pixels=vision.token_side**2, max_pixels=MAX_PIXELS, **image_settings
         ),
         tokenizer=tokenizer,
         video_processor=video(),

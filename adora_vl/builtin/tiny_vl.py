@@ -160,7 +160,7 @@ def build_config(
         "num_heads": size.heads,
         "intermediate_size": 2 * size.width,
         "out_hidden_size": size.width,
-        "patch_size": family_vision.unit // 2,
+        "patch_size": family_vision.token_side // 2,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         **family_config.vision,

@@ -308,7 +308,9 @@ class CleaningOptions:
 
         Raises `UserError` for limits that no image could satisfy.
         """
-        token_side = VISION_BY_FAMILY[self.family].unit  # an image token is a square of this side
+        token_side = VISION_BY_FAMILY[
+            self.family
+        ].token_side  # an image token is a square of this side
         token_pixels = token_side**2
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < token_pixels:

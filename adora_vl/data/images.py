@@ -23,7 +23,7 @@ VISION_BY_FAMILY = vision_by_model_type()
 DEFAULT_FAMILY = "qwen2_5_vl"
 # The side of the smallest image token of all families, in pixels. With it nothing is resized that
 # one of them could take as it is.
-SMALLEST_TOKEN_SIDE = min(vision.unit for vision in VISION_BY_FAMILY.values())
+SMALLEST_TOKEN_SIDE = min(vision.token_side for vision in VISION_BY_FAMILY.values())
 # The largest pixel limit that is accepted; no image that can be decoded has as many.
 MAX_PIXELS = 2**31
 # With a larger ratio of the sides the model's processor raises an error, in the middle of a

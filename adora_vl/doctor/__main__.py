@@ -196,7 +196,7 @@ def _room_check(run: ResolvedRun) -> Check:
 
     config = run.config
     checkpoint_bytes = predict_checkpoint_bytes(config, run.shape, run.context.sharding)
-    model_bytes = run.shape.total_parameters * run.shape.weight_bytes
+    model_bytes = run.shape.total_parameters * run.shape.bytes_per_weight
     checkpoints = max_checkpoint_count(config, run.layout, run.data.rows)
     if checkpoints is None:
         # Without a limit, and of unknown length: the run needs room for one at least.

@@ -18,8 +18,8 @@ HEAD_TILE_VOCABULARY = 32768
 class DtypeBytes:
     """Bytes of a number in each of the two dtypes of a forward pass."""
 
-    compute: int  # of matrix products, which is autocast's dtype
-    residual: int  # of the residual stream and the weights
+    compute_bytes: int  # of matrix products, which is autocast's dtype
+    residual_bytes: int  # of the residual stream and the weights
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class PassSize:
 
     rows: int
     row_length: int  # tokens of a row, with its padding
-    scored_tokens: int  # completion tokens
+    scored_tokens: int  # completion tokens whose log-probabilities the LM head computes
     # keys that attention reads in a packed pass: every rollout has a copy of its prompt's keys
     repeated_keys: int = 0
-    patches: int = 0  # patches of the images that pass the vision tower
+    image_patches: int = 0  # patches of the images that pass the vision tower
     has_padding_mask: bool = False  # attention with a padding mask (SDPA)
 
     @property
@@ -50,7 +50,7 @@ def _rms_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
 
     Each saves its input in float32, the normalised values, and the input of the next product.
     """
-    return 2 * width * (FLOAT32_BYTES + dtypes.residual + dtypes.compute)
+    return 2 * width * (FLOAT32_BYTES + dtypes.residual_bytes + dtypes.compute_bytes)
 
 
 def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
@@ -58,17 +58,17 @@ def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
 
     Each saves its input, its mean and deviation, and the input of the next product.
     """
-    return 2 * (width * (dtypes.residual + dtypes.compute) + 2 * FLOAT32_BYTES)
+    return 2 * (width * (dtypes.residual_bytes + dtypes.compute_bytes) + 2 * FLOAT32_BYTES)
 
 
 def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
     """Return what the MLP of a layer saves for the backward pass, in bytes per token.
 
     SwiGLU saves the gate, its activation, the up projection and their product. A plain MLP saves
-    the input and the output of its GELU. All are in the dtype of matrix products, `compute`.
+    the input and the output of its GELU. All are in the dtype of matrix products, `compute_bytes`.
     """
     saved_tensors = 4 if tower.has_swiglu else 2
-    return saved_tensors * tower.mlp_width * dtypes.compute
+    return saved_tensors * tower.mlp_width * dtypes.compute_bytes
 
 
 def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int:
@@ -85,19 +85,24 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
     if size.has_padding_mask and tower.kv_heads > 1:
         key_width = query_width
     # queries and outputs, keys and values; logsumexp in float32
-    attention = 2 * (query_width + key_width) * dtypes.compute + tower.heads * FLOAT32_BYTES
-    if tower.head_norms:
+    attention_bytes = (
+        2 * (query_width + key_width) * dtypes.compute_bytes + tower.heads * FLOAT32_BYTES
+    )
+    if tower.has_head_norms:
         # For each head of queries and keys: the input in float32, the normalised values and their
         # deviation. These are computed before keys are repeated, so they count `kv_heads`.
-        bytes_per_head = tower.head_size * (FLOAT32_BYTES + dtypes.residual) + FLOAT32_BYTES
-        attention += (tower.heads + tower.kv_heads) * bytes_per_head
+        bytes_per_head = tower.head_size * (FLOAT32_BYTES + dtypes.residual_bytes) + FLOAT32_BYTES
+        attention_bytes += (tower.heads + tower.kv_heads) * bytes_per_head
     # Each layer converts the boolean mask into numbers of its own, (B, 1, T, T).
-    mask = size.rows * size.row_length**2 * dtypes.compute if size.has_padding_mask else 0
+    layer_mask_bytes = 0
+    if size.has_padding_mask:
+        layer_mask_bytes = size.rows * size.row_length**2 * dtypes.compute_bytes
     # Keys and values of a shared prompt are copied for each of its rollouts.
-    repeated_keys = size.repeated_keys * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    norms = _rms_norm_bytes(tower.width, dtypes)
-    per_token = norms + attention + _mlp_bytes(tower, dtypes)
-    return size.tokens * per_token + mask + repeated_keys
+    bytes_per_key_and_value = 2 * tower.kv_heads * tower.head_size * dtypes.compute_bytes
+    repeated_key_bytes = size.repeated_keys * bytes_per_key_and_value
+    norm_bytes = _rms_norm_bytes(tower.width, dtypes)
+    bytes_per_token = norm_bytes + attention_bytes + _mlp_bytes(tower, dtypes)
+    return size.tokens * bytes_per_token + layer_mask_bytes + repeated_key_bytes
 
 
 def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
@@ -114,20 +119,20 @@ def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
         return pairs
     aligned_length = -(-size.row_length // 16) * 16  # rounded up
     aligned_pairs = size.rows * size.row_length * aligned_length
-    return pairs + aligned_pairs * dtypes.compute
+    return pairs + aligned_pairs * dtypes.compute_bytes
 
 
 def vision_block_bytes(tower: Tower, patches: int, dtypes: DtypeBytes) -> int:
     """Return what one block of the vision tower saves for the backward pass, in bytes."""
     # The families whose MLP is SwiGLU have RMS norms, the others layer norms.
-    norm_bytes = _rms_norm_bytes if tower.has_swiglu else _layer_norm_bytes
-    norms = norm_bytes(tower.width, dtypes)
+    count_norm_bytes = _rms_norm_bytes if tower.has_swiglu else _layer_norm_bytes
+    norm_bytes = count_norm_bytes(tower.width, dtypes)
     # In widths of the tower: the fused q, k and v; rotated q and k; the windows' outputs, and these
     # joined. The v of attention is a view into the fused tensor.
     saved_widths = 3 + 2 + 1 + 1
-    logsumexp = tower.heads * FLOAT32_BYTES
-    attention = saved_widths * tower.width * dtypes.compute + logsumexp
-    return patches * (norms + attention + _mlp_bytes(tower, dtypes))
+    logsumexp_bytes = tower.heads * FLOAT32_BYTES
+    attention_bytes = saved_widths * tower.width * dtypes.compute_bytes + logsumexp_bytes
+    return patches * (norm_bytes + attention_bytes + _mlp_bytes(tower, dtypes))
 
 
 def projector_bytes(
@@ -139,11 +144,12 @@ def projector_bytes(
     between them. The projector of each of the `deepstack_layers` saves the same three inputs; the
     input of its norm is counted with the vision block that reads it too.
     """
-    norm = dtypes.residual
+    norm_bytes = dtypes.residual_bytes
     if tower.has_swiglu:
-        norm += FLOAT32_BYTES  # an RMS norm also saves its input in float32
-    projectors = 1 + deepstack_layers
-    return patches * tower.width * (norm + 3 * projectors * dtypes.compute)
+        norm_bytes += FLOAT32_BYTES  # an RMS norm also saves its input in float32
+    projector_count = 1 + deepstack_layers
+    # Three inputs of each projector: of its two products, and of the GELU between them.
+    return patches * tower.width * (norm_bytes + 3 * projector_count * dtypes.compute_bytes)
 
 
 @dataclass(frozen=True)
@@ -154,17 +160,17 @@ class SavedBytes:
     values") in the backward pass, one layer at a time.
     """
 
-    text: int  # the language model, without its head
-    vision: int  # the vision tower and the projector
-    layer_inputs: int  # part of `text`: the inputs of the recomputed layers
-    recomputed_layer: int  # inner values of one recomputed layer; 0 if none is recomputed
-    recomputed_block: int  # likewise of one block of the vision tower
-    layer_gradients: int  # gradients of one layer's inner values during its backward pass
+    text_bytes: int  # the language model, without its head
+    vision_bytes: int  # the vision tower and the projector
+    layer_input_bytes: int  # part of `text_bytes`: the inputs of the recomputed layers
+    recomputed_layer_bytes: int  # inner values of one recomputed layer; 0 if none is recomputed
+    recomputed_block_bytes: int  # inner values of one recomputed block of the vision tower, or 0
+    layer_gradient_bytes: int  # gradients of one layer's inner values during its backward pass
 
     @property
-    def largest_recomputed(self) -> int:
+    def largest_recomputed_bytes(self) -> int:
         """The inner values of the largest recomputed layer or block; 0 if none is recomputed."""
-        return max(self.recomputed_layer, self.recomputed_block)
+        return max(self.recomputed_layer_bytes, self.recomputed_block_bytes)
 
 
 def saved_bytes(
@@ -196,19 +202,20 @@ def saved_bytes(
     if casts_inputs:
         # `decoder_layer_bytes` counts three of these inputs already: the outputs of two norms, and
         # SwiGLU's product.
-        cast_values = max(0, shape.adapted_values - 2 * text.width - text.mlp_width)
-        layer_bytes += size.tokens * cast_values * dtypes.compute
-    input_bytes = recomputed_count * size.tokens * text.width * dtypes.residual
+        counted_inputs = 2 * text.width + text.mlp_width
+        further_inputs = max(0, shape.adapter_inputs_per_token - counted_inputs)
+        layer_bytes += size.tokens * further_inputs * dtypes.compute_bytes
+    input_bytes = recomputed_count * size.tokens * text.width * dtypes.residual_bytes
     whole_layer_bytes = (text.layers - recomputed_count) * layer_bytes
-    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual)
-    vision = _vision_saved_bytes(shape, size.patches, dtypes, checkpointing=checkpointing)
+    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual_bytes)
+    vision = _vision_saved_bytes(shape, size.image_patches, dtypes, checkpointing=checkpointing)
     return SavedBytes(
-        text=input_bytes + whole_layer_bytes + final_norm_bytes,
-        vision=vision.saved,
-        layer_inputs=input_bytes,
-        recomputed_layer=layer_bytes if recomputed_count else 0,
-        recomputed_block=vision.block if checkpointing else 0,
-        layer_gradients=_layer_gradient_bytes(shape, size, dtypes, casts_inputs=casts_inputs),
+        text_bytes=input_bytes + whole_layer_bytes + final_norm_bytes,
+        vision_bytes=vision.saved_bytes,
+        layer_input_bytes=input_bytes,
+        recomputed_layer_bytes=layer_bytes if recomputed_count else 0,
+        recomputed_block_bytes=vision.block_bytes if checkpointing else 0,
+        layer_gradient_bytes=_layer_gradient_bytes(shape, size, dtypes, casts_inputs=casts_inputs),
     )
 
 
@@ -218,7 +225,7 @@ def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
     Adapters are in float32, and peft casts their inputs to it. For a layer in 4 bits it leaves the
     cast to autocast.
     """
-    computes_in_16_bits = dtypes.compute < FLOAT32_BYTES
+    computes_in_16_bits = dtypes.compute_bytes < FLOAT32_BYTES
     return shape.has_adapters and computes_in_16_bits and not shape.four_bit_parameters
 
 
@@ -232,24 +239,26 @@ def _layer_gradient_bytes(
     """
     text = shape.text
     # SwiGLU's product, or one of its factors
-    product_bytes = size.tokens * text.mlp_width * dtypes.compute
+    product_bytes = size.tokens * text.mlp_width * dtypes.compute_bytes
     if shape.four_bit_parameters:
         # The base and the adapter each have a gradient of the product, and then comes their sum; or
         # a whole weight is converted from 4 bits.
-        weight_bytes = (size.tokens + text.mlp_width) * text.width * dtypes.compute
+        weight_bytes = (size.tokens + text.mlp_width) * text.width * dtypes.compute_bytes
         return product_bytes + max(product_bytes, weight_bytes)
     # SwiGLU holds the gradients of its product, of one factor and of the residual stream, after its
     # product is released. An adapter that reads the product holds it beside its copy.
     product_count = 3 if casts_inputs else 2
-    residual_bytes = size.tokens * text.width * dtypes.compute
+    residual_bytes = size.tokens * text.width * dtypes.compute_bytes
     return product_count * product_bytes + residual_bytes
 
 
 class _VisionBytes(NamedTuple):
     """What vision tower and projector save for the backward pass, in bytes."""
 
-    saved: int  # all that they save together
-    block: int  # what one block of the tower saves if it is not recomputed; 0 without a backward
+    saved_bytes: int  # all that they save together
+    block_bytes: (
+        int  # what one block of the tower saves if it is not recomputed; 0 without a backward
+    )
 
 
 def _vision_saved_bytes(
@@ -261,31 +270,31 @@ def _vision_saved_bytes(
     """
     tower = shape.vision
     if tower is None or not patches:
-        return _VisionBytes(saved=0, block=0)
+        return _VisionBytes(saved_bytes=0, block_bytes=0)
     total_bytes = 0
     block_bytes = 0
-    is_trained = shape.trained_by_component["vision_tower"] > 0
+    is_trained = shape.trained_count_by_component["vision_tower"] > 0
     # Where Transformers checkpoints, it makes the patch embeddings require a gradient, even those
     # of a frozen tower.
     has_backward = is_trained or checkpointing
     if has_backward:
         block_bytes = vision_block_bytes(tower, patches, dtypes)
-        input_bytes = patches * tower.width * dtypes.residual
+        input_bytes = patches * tower.width * dtypes.residual_bytes
         # Gradient checkpointing saves only the input of each block.
         total_bytes = tower.layers * (input_bytes if checkpointing else block_bytes)
     # The first product saves a copy of the pixels if it computes in another dtype than theirs. The
     # float32 pixels themselves are the batch's.
-    if is_trained and dtypes.compute != FLOAT32_BYTES:
-        total_bytes += patches * shape.patch_values * dtypes.compute
-    if shape.trained_by_component["projector"]:
+    if is_trained and dtypes.compute_bytes != FLOAT32_BYTES:
+        total_bytes += patches * shape.patch_values * dtypes.compute_bytes
+    if shape.trained_count_by_component["projector"]:
         total_bytes += projector_bytes(
             tower, patches=patches, dtypes=dtypes, deepstack_layers=shape.deepstack_layers
         )
         if not has_backward:  # no block then saves the inputs of the deepstack projectors' norms
-            total_bytes += shape.deepstack_layers * patches * tower.width * dtypes.residual
+            total_bytes += shape.deepstack_layers * patches * tower.width * dtypes.residual_bytes
     elif has_backward:  # a frozen projector saves the inputs of its norm and of its GELU
-        total_bytes += patches * tower.width * (FLOAT32_BYTES + dtypes.compute)
-    return _VisionBytes(saved=total_bytes, block=block_bytes)
+        total_bytes += patches * tower.width * (FLOAT32_BYTES + dtypes.compute_bytes)
+    return _VisionBytes(saved_bytes=total_bytes, block_bytes=block_bytes)
 
 
 def head_saved_bytes(shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
@@ -295,9 +304,10 @@ def head_saved_bytes(shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, o
     scores, never the logits. `on_gpu`: on a GPU it scores completion tokens alone, on a CPU all
     tokens.
     """
-    hidden_state = shape.text.width * dtypes.residual
-    label = 8
-    return _scored_tokens(size, on_gpu) * (hidden_state + label + 2 * FLOAT32_BYTES)
+    hidden_state_bytes = shape.text.width * dtypes.residual_bytes
+    label_bytes = 8  # int64
+    bytes_per_token = hidden_state_bytes + label_bytes + 2 * FLOAT32_BYTES
+    return _scored_tokens(size, on_gpu) * bytes_per_token
 
 
 def head_transient_bytes(
@@ -315,15 +325,20 @@ def head_transient_bytes(
     tokens = _scored_tokens(size, on_gpu)
     width = shape.text.width
     tile_rows = min(tokens, HEAD_TILE_TOKENS)
-    tile = tile_rows * HEAD_TILE_VOCABULARY * dtypes.compute
+    tile_bytes = tile_rows * HEAD_TILE_VOCABULARY * dtypes.compute_bytes
     if not on_gpu:
-        tile += 8 * tile_rows * min(shape.vocabulary_size, HEAD_TILE_VOCABULARY) * FLOAT32_BYTES
-    copy_bytes = dtypes.residual if dtypes.residual != FLOAT32_BYTES else 0  # float32 needs no copy
-    hidden_gradients = tokens * width * (FLOAT32_BYTES + copy_bytes)
-    weight_gradients = 0
+        # Eight float32 values for each logit.
+        tile_bytes += (
+            8 * tile_rows * min(shape.vocabulary_size, HEAD_TILE_VOCABULARY) * FLOAT32_BYTES
+        )
+    copy_bytes = (
+        dtypes.residual_bytes if dtypes.residual_bytes != FLOAT32_BYTES else 0
+    )  # float32 needs no copy
+    hidden_gradient_bytes = tokens * width * (FLOAT32_BYTES + copy_bytes)
+    weight_gradient_bytes = 0
     if shape.head_is_trained:
-        weight_gradients = shape.vocabulary_size * width * (FLOAT32_BYTES + copy_bytes)
-    return tile + hidden_gradients + weight_gradients
+        weight_gradient_bytes = shape.vocabulary_size * width * (FLOAT32_BYTES + copy_bytes)
+    return tile_bytes + hidden_gradient_bytes + weight_gradient_bytes
 
 
 def _scored_tokens(size: PassSize, on_gpu: bool) -> int:

@@ -93,15 +93,15 @@ def check_family(
     )
 
 
-def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
+def loses_updates(model: ModelConfig, config: PretrainedConfig, *, uses_deepspeed: bool) -> bool:
     """Return whether rounding would swallow nearly all updates of weights (`LOST_UPDATES_WARNING`).
 
     It does so if the weights are in 16 bits. It does not if LoRA is trained, whose own weights are
-    float32, or if DeepSpeed keeps a float32 copy. `deepspeed`: whether the run uses DeepSpeed.
+    float32, or if DeepSpeed keeps a float32 copy. `uses_deepspeed`: whether the run does.
     """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
     has_16_bits = str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
-    return has_16_bits and not model.use_peft and not deepspeed
+    return has_16_bits and not model.use_peft and not uses_deepspeed
 
 
 def check_reads_images(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:

@@ -23,21 +23,23 @@ DEEPSTACK_FIELD = "deepstack_features"
 class Vision:
     """How a family of models sees images."""
 
-    # pixels of an image token's side, of which both sides of a resized image are multiples
-    unit: int
+    # The side of an image token in pixels. Both sides of a resized image are multiples of it.
+    token_side: int
     min_pixels: int  # of an image, in the published image processor
     max_pixels: int
-    features: tuple[str, ...] = (EMBEDDINGS_FIELD,)  # the fields of the vision tower's output
-    tower: str = "visual."  # in the names of the vision tower's parameters
-    # In the names of the projector's parameters, which may be inside of the vision tower. The first
-    # one is that of the projector that makes the embeddings.
-    projector: tuple[str, ...] = ("visual.merger.",)
-    # blocks with a gated MLP and RMS norms; else with two products around a GELU and layer norms,
-    # which save less for the backward pass
+    # The fields of the vision tower's output that enter the language model.
+    feature_fields: tuple[str, ...] = (EMBEDDINGS_FIELD,)
+    # What the names of the vision tower's parameters contain.
+    tower_name_part: str = "visual."
+    # What the names of the projectors' parameters contain. A projector may be inside of the vision
+    # tower. The first one makes the embeddings.
+    projector_name_parts: tuple[str, ...] = ("visual.merger.",)
+    # Whether a block has an MLP with SwiGLU, and RMS norms. Otherwise it has an MLP of two products
+    # around a GELU, and layer norms, which save less for the backward pass.
     has_swiglu: bool = False
-    # The family's models give positions in thousandths of a picture's sides; else in pixels of the
-    # picture as they see it.
-    relative: bool = False
+    # Whether the family's models name points in thousandths of a picture's sides. Otherwise they
+    # name them in pixels of the picture as they see it.
+    points_in_thousandths: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,47 +49,55 @@ class Family:
     name: str
     vision: Vision | None  # None for a family that reads text only
     source: str  # where the other fields can be looked up
-    # the language model's attention normalises queries and keys, which saves more for the backward
-    head_norms: bool = False
+    # Whether the language model's attention normalises queries and keys head by head. It then saves
+    # more for the backward pass.
+    has_head_norms: bool = False
     # The rotary embedding interleaves the three axes of positions: in Transformers always, in vLLM
     # only if the config has `mrope_interleaved`.
     interleaves_positions: bool = False
-    note: str = ""  # for a user, before a run
+    note: str = ""  # what a user is told before a run
 
 
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2 and Qwen2.5", None, "models/qwen2/modeling_qwen2.py"),
     "qwen2_vl": Family(
         "Qwen2-VL",
-        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, relative=True),
+        Vision(
+            token_side=28,
+            min_pixels=56 * 56,
+            max_pixels=16384 * 28 * 28,
+            points_in_thousandths=True,
+        ),
         "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the "
         "published processor",
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
-        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, has_swiglu=True),
+        Vision(token_side=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, has_swiglu=True),
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
         name="Qwen3-VL",
         vision=Vision(
-            unit=32,
+            token_side=32,
             min_pixels=256 * 256,
             max_pixels=4096 * 4096,
-            features=(EMBEDDINGS_FIELD, DEEPSTACK_FIELD),
-            projector=("visual.merger.", "visual.deepstack_merger_list."),
-            relative=True,
+            feature_fields=(EMBEDDINGS_FIELD, DEEPSTACK_FIELD),
+            projector_name_parts=("visual.merger.", "visual.deepstack_merger_list."),
+            points_in_thousandths=True,
         ),
         source="models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the "
         "published preprocessor_config.json",
-        head_norms=True,
+        has_head_norms=True,
         interleaves_positions=True,
     ),
     "qwen3_5": Family(
         name="Qwen3.5",
-        vision=Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
+        vision=Vision(
+            token_side=32, min_pixels=256 * 256, max_pixels=4096 * 4096, points_in_thousandths=True
+        ),
         source="models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
-        head_norms=True,
+        has_head_norms=True,
         interleaves_positions=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group "
         "cannot share: share_prompt is off by itself, everything else is shared",
@@ -152,9 +162,9 @@ COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
 # What the names of a vision tower's and of a projector's parameters contain, in any family.
-_TOWER_NAME_PARTS = {vision.tower for vision in vision_by_model_type().values()}
+_TOWER_NAME_PARTS = {vision.tower_name_part for vision in vision_by_model_type().values()}
 _PROJECTOR_NAME_PARTS = {
-    name for vision in vision_by_model_type().values() for name in vision.projector
+    name for vision in vision_by_model_type().values() for name in vision.projector_name_parts
 }
 
 

@@ -153,18 +153,18 @@ def is_quantised_layer(layer: str) -> bool:
     return not layer.startswith(UNQUANTISED_MODULES)
 
 
-def four_bit_parameter_bytes(nested: bool) -> float:
+def four_bit_parameter_bytes(has_nested_scales: bool) -> float:
     """Return the bytes of a parameter in 4 bits, with its share of the scales.
 
     It is half a byte, and the bytes of a scale divided among the parameters of a block: 0.5625, or
-    about 0.516 with nested scales. `nested`: whether the scales are quantised too
-    (`use_bnb_nested_quant`).
+    about 0.516 with nested scales. `has_nested_scales`: whether the scales are
+    quantised too (`use_bnb_nested_quant`).
     """
-    block = 64  # parameters that share a scale
+    parameters_per_scale = 64
     scale_bytes = 4.0  # a float32
-    if nested:
+    if has_nested_scales:
         scale_bytes = 1 + 4 / 256  # one byte, and 256 scales share a float32 of 4 bytes
-    return 0.5 + scale_bytes / block
+    return 0.5 + scale_bytes / parameters_per_scale
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:

@@ -45,6 +45,7 @@ class PeakCandidate:
         return self.transient_bytes + self.kept_bytes
 
 
+# The name in reports of three moments, each of them in the backward pass of a layer or block.
 _LAYER_BACKWARD_NAME = "one layer going back"
 
 
@@ -56,7 +57,7 @@ class ActivationMemory:
     dtypes: DtypeBytes
     checkpointing: bool = True
     shares_vision: bool = False  # the vision tower sees an image once for all rollouts of a group
-    on_gpu: bool = True  # with its kernels
+    on_gpu: bool = True  # whether the pass runs on a GPU, with its kernels
 
     @property
     def reads_features(self) -> bool:
@@ -64,8 +65,8 @@ class ActivationMemory:
         return self.shares_vision and self.shape.tower_is_frozen
 
     @property
-    def _tied_head_gradient(self) -> int:
-        """Bytes of the gradient of a weight that LM head and embedding share.
+    def _tied_head_gradient_bytes(self) -> int:
+        """The bytes of the gradient of a weight that LM head and embedding share.
 
         It is 0 if they are not tied, or not trained. The head's part of this gradient waits for the
         embedding's part until the end of the backward pass. There both parts and their sum are
@@ -74,7 +75,7 @@ class ActivationMemory:
         shape = self.shape
         if not (shape.head_is_trained and shape.ties_embeddings):
             return 0
-        return shape.vocabulary_size * shape.text.width * shape.weight_bytes
+        return shape.vocabulary_size * shape.text.width * shape.bytes_per_weight
 
     def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
         """Return the moments of a pass at which its memory may be largest.
@@ -94,28 +95,30 @@ class ActivationMemory:
         saved = self._saved_bytes(size, recomputed_count)
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
-        all_kept = saved.text + head_saved  # nothing is released yet
-        tied_head = self._tied_head_gradient
-        # what the backward pass of one layer holds beside saved values
-        gradients = saved.layer_gradients + tied_head
-        in_head = PeakCandidate("logits", head_transient, all_kept)
-        # both parts of a tied gradient and their sum
-        in_embedding = 3 * tied_head
+        all_kept_bytes = saved.text_bytes + head_saved  # nothing is released yet
+        tied_head_bytes = self._tied_head_gradient_bytes
+        # What the backward pass of one layer holds beside saved values.
+        gradient_bytes = saved.layer_gradient_bytes + tied_head_bytes
+        head_moment = PeakCandidate("logits", head_transient, all_kept_bytes)
+        # A tied gradient has a part of the head and a part of the embedding. At the end there are
+        # both parts and their sum.
+        embedding_bytes = 3 * tied_head_bytes
         if recomputed_count == layer_count:
-            in_layer = max(saved.largest_recomputed + gradients, in_embedding)
-            return [in_head, PeakCandidate(_LAYER_BACKWARD_NAME, in_layer, all_kept)]
-        candidates = [in_head, PeakCandidate(_LAYER_BACKWARD_NAME, gradients, all_kept)]
+            layer_bytes = max(saved.largest_recomputed_bytes + gradient_bytes, embedding_bytes)
+            return [head_moment, PeakCandidate(_LAYER_BACKWARD_NAME, layer_bytes, all_kept_bytes)]
+        last_layer_moment = PeakCandidate(_LAYER_BACKWARD_NAME, gradient_bytes, all_kept_bytes)
+        candidates = [head_moment, last_layer_moment]
         if recomputed_count:
             # The backward pass of the layers that are not recomputed is over, and their values are
             # released.
-            in_recomputed = saved.recomputed_layer + gradients
+            recomputed_bytes = saved.recomputed_layer_bytes + gradient_bytes
             candidates.append(
-                PeakCandidate(_LAYER_BACKWARD_NAME, in_recomputed, saved.layer_inputs)
+                PeakCandidate(_LAYER_BACKWARD_NAME, recomputed_bytes, saved.layer_input_bytes)
             )
         # Behind all layers come the vision tower's blocks and the embedding.
-        in_vision_block = saved.recomputed_block + gradients
-        at_end = max(in_vision_block, in_embedding)
-        candidates.append(PeakCandidate(_LAYER_BACKWARD_NAME, at_end, kept_bytes=0))
+        vision_block_bytes = saved.recomputed_block_bytes + gradient_bytes
+        end_bytes = max(vision_block_bytes, embedding_bytes)
+        candidates.append(PeakCandidate(_LAYER_BACKWARD_NAME, end_bytes, kept_bytes=0))
         return candidates
 
     def mask_and_vision_bytes(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
@@ -124,7 +127,9 @@ class ActivationMemory:
         `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
         mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
-        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
+        vision = (
+            0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision_bytes
+        )
         return mask, vision
 
     def peak_bytes(self, size: PassSize, recomputed_count: int) -> int:
@@ -143,7 +148,7 @@ class ActivationMemory:
         """
 
         def fits(recomputed_count: int) -> bool:
-            """Return whether the pass fits with so many recomputed layers."""
+            """Return whether the pass fits if this many layers are recomputed."""
             return self.peak_bytes(size, recomputed_count) <= limit_bytes
 
         # A binary search over 0 to layers - 1, since each further recomputed layer lowers the peak.
@@ -153,7 +158,7 @@ class ActivationMemory:
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
     def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:
-        """Return what a pass saves for its backward pass if so many layers are recomputed."""
+        """Return what a pass saves for its backward pass if this many layers are recomputed."""
         return saved_bytes(
             self.shape,
             size,

@@ -52,7 +52,7 @@ class Tower:
     # True: an MLP with SwiGLU, and RMS norms. False: an MLP of two products around a GELU, and
     # layer norms.
     has_swiglu: bool = True
-    head_norms: bool = False  # queries and keys are normalised head by head
+    has_head_norms: bool = False  # queries and keys are normalised head by head
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,21 @@ class ModelShape:
     The components are `COMPONENTS`: vision tower, projector and language model.
     """
 
-    parameters_by_component: dict[str, int]
-    trained_by_component: dict[str, int]
+    parameter_count_by_component: dict[str, int]
+    trained_count_by_component: dict[str, int]
     text: Tower
     vocabulary_size: int
     ties_embeddings: bool  # input and output embedding are one matrix
-    weight_bytes: int  # of a parameter, in the model's own dtype
-    # parameters of the largest tensor, which is gathered whole while weights are synced
-    largest_tensor: int
+    bytes_per_weight: int  # in the model's own dtype
+    # The number of parameters of the largest tensor, which is gathered whole in a weight sync.
+    largest_tensor_parameters: int
     head_is_trained: bool
     has_adapters: bool = False
-    adapted_values: int = 0  # values per token that a decoder layer's adapters read
+    # How many values per token the adapters of one decoder layer take as input.
+    adapter_inputs_per_token: int = 0
     four_bit_parameters: int = 0  # the number of parameters in 4 bits, which are frozen
-    four_bit_bytes: float = 0.0  # bytes of one such parameter, with its share of the scales
+    # The bytes of a parameter in 4 bits, with its share of the scales.
+    bytes_per_four_bit_parameter: float = 0.0
     vision: Tower | None = None  # None for a text-only model
     patch_size: int = 14  # a patch has 14 x 14 pixels
     merge_size: int = 2  # an image token has 2 x 2 patches
@@ -82,22 +84,22 @@ class ModelShape:
     deepstack_layers: int = 0
     # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
     patch_values: int = 1176
-    frames: int = 2  # frames of a patch; the single frame of an image is repeated
+    frames_per_patch: int = 2  # the single frame of an image is repeated
 
     @property
     def total_parameters(self) -> int:
         """The number of parameters of all components, with those of adapters."""
-        return sum(self.parameters_by_component.values())
+        return sum(self.parameter_count_by_component.values())
 
     @property
     def trained_parameters(self) -> int:
         """The number of parameters that are trained."""
-        return sum(self.trained_by_component.values())
+        return sum(self.trained_count_by_component.values())
 
     @property
     def tower_is_frozen(self) -> bool:
         """Whether neither the vision tower nor the projector is trained."""
-        trained = self.trained_by_component
+        trained = self.trained_count_by_component
         return trained["vision_tower"] == 0 and trained["projector"] == 0
 
     def base_bytes(self, parameter_bytes: int) -> int:
@@ -108,11 +110,11 @@ class ModelShape:
 
         `parameter_bytes`: the bytes of a parameter that is not in 4 bits.
         """
-        base = self.total_parameters
+        base_parameters = self.total_parameters
         if self.has_adapters:  # then nothing but the adapters is trained
-            base -= self.trained_parameters
-        four_bit_total = int(self.four_bit_parameters * self.four_bit_bytes)
-        return (base - self.four_bit_parameters) * parameter_bytes + four_bit_total
+            base_parameters -= self.trained_parameters
+        four_bit_total = int(self.four_bit_parameters * self.bytes_per_four_bit_parameter)
+        return (base_parameters - self.four_bit_parameters) * parameter_bytes + four_bit_total
 
     @property
     def image_token_pixels(self) -> int:
@@ -144,7 +146,7 @@ def model_shape(
     dtype: str | None = None,
     frozen: Sequence[str] = (),
     peft_config: "PeftConfig" = None,
-    four_bit_bytes: float = 0.0,
+    bytes_per_four_bit_parameter: float = 0.0,
 ) -> ModelShape:
     """Return the sizes of a policy as it will be trained, without its weights.
 
@@ -156,34 +158,34 @@ def model_shape(
         dtype: the dtype of the weights; None for the one in `config`.
         frozen: components that are not trained.
         peft_config: the config of LoRA; None without adapters.
-        four_bit_bytes: bytes of a parameter in 4 bits; 0 where no layer is in 4 bits.
+        bytes_per_four_bit_parameter: with its share of the scales; 0 where no layer is in 4 bits.
     """
     model = _build_without_memory(config)
-    four_bit_parameters = _quantised_parameters(model) if four_bit_bytes else 0
+    four_bit_parameters = _quantised_parameters(model) if bytes_per_four_bit_parameter else 0
     if peft_config is not None:
         model = _add_adapters(model, peft_config)
     freeze(model, frozen)
     head = model.get_output_embeddings().weight
     family = family_of(config)
     text_config = config.get_text_config()
-    vision_fields: dict[str, Any] = {}
+    vision_shape_fields: dict[str, Any] = {}
     vision_config = getattr(config, "vision_config", None)
     if family is not None and vision_config is not None:
-        vision_fields = _vision_fields(vision_config, family)
+        vision_shape_fields = _vision_shape_fields(vision_config, family)
     return ModelShape(
-        parameters_by_component=_parameters_by_component(model, trained_only=False),
-        trained_by_component=_parameters_by_component(model, trained_only=True),
+        parameter_count_by_component=_parameter_count_by_component(model, trained_only=False),
+        trained_count_by_component=_parameter_count_by_component(model, trained_only=True),
         text=_text_tower(text_config, family),
         vocabulary_size=text_config.vocab_size,
         ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        weight_bytes=_resolve_dtype(dtype, config).itemsize,
-        largest_tensor=max(parameter.numel() for parameter in model.parameters()),
+        bytes_per_weight=_resolve_dtype(dtype, config).itemsize,
+        largest_tensor_parameters=max(parameter.numel() for parameter in model.parameters()),
         head_is_trained=bool(head.requires_grad),
         has_adapters=peft_config is not None,
         four_bit_parameters=four_bit_parameters,
-        four_bit_bytes=four_bit_bytes,
-        adapted_values=_adapted_values(model),
-        **vision_fields,
+        bytes_per_four_bit_parameter=bytes_per_four_bit_parameter,
+        adapter_inputs_per_token=_adapter_inputs_per_token(model),
+        **vision_shape_fields,
     )
 
 
@@ -205,7 +207,7 @@ def _quantised_parameters(model: nn.Module) -> int:
     return parameter_count
 
 
-def _parameters_by_component(model: nn.Module, *, trained_only: bool) -> dict[str, int]:
+def _parameter_count_by_component(model: nn.Module, *, trained_only: bool) -> dict[str, int]:
     """Return the number of parameters in each of `COMPONENTS`.
 
     `trained_only`: whether only trained parameters are counted.
@@ -232,7 +234,7 @@ def _add_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftM
     return adapted_model
 
 
-def _adapted_values(model: nn.Module) -> int:
+def _adapter_inputs_per_token(model: nn.Module) -> int:
     """Return how many values per token the adapters of one decoder layer take as input.
 
     It is the sum of `in_features` over the layer's modules with an adapter. All decoder layers are
@@ -270,7 +272,7 @@ def layers_pattern(names: Sequence[str]) -> str:
     matches `model.language_model.layers.0.mlp.up_proj` and not `model.visual.blocks.0.mlp.up_proj`.
     PEFT matches it against the whole name of a module.
     """
-    tower_names = {re.escape(vision.tower) for vision in vision_by_model_type().values()}
+    tower_names = {re.escape(vision.tower_name_part) for vision in vision_by_model_type().values()}
     towers = "|".join(sorted(tower_names))
     return rf"(?!.*({towers})).*\.({'|'.join(names)})"
 
@@ -386,11 +388,11 @@ def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
         kv_heads=config.num_key_value_heads,
         head_size=head_size,
         mlp_width=config.intermediate_size,
-        head_norms=family is not None and family.head_norms,
+        has_head_norms=family is not None and family.has_head_norms,
     )
 
 
-def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
+def _vision_shape_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a `ModelShape` that describe the vision tower, by their names.
 
     `config`: the model's `vision_config`.
@@ -414,6 +416,6 @@ def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "patch_size": config.patch_size,
         "merge_size": config.spatial_merge_size,
         "deepstack_layers": len(getattr(config, "deepstack_visual_indexes", ())),
-        "frames": config.temporal_patch_size,
+        "frames_per_patch": config.temporal_patch_size,
         "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
     }

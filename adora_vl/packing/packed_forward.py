@@ -301,7 +301,7 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
         scored_tokens=packed.labels.numel(),
         # Attention copies the keys of each span. So it copies a prompt's keys for every rollout.
         repeated_keys=sum(packed.layout.key_counts),
-        patches=0 if pixels is None else len(pixels),
+        image_patches=0 if pixels is None else len(pixels),
     )
 
 

@@ -58,7 +58,7 @@ def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None)
         rows=rows,
         row_length=row_length,
         scored_tokens=rows * completion_width,
-        patches=0 if pixels is None else len(pixels),
+        image_patches=0 if pixels is None else len(pixels),
         has_padding_mask=True,
     )
 

@@ -386,7 +386,7 @@ def _split_by_image(
         {EMBEDDINGS_FIELD: [embedding]} for embedding in embeddings
     ]
     # Only Qwen3-VL has features for further layers of the language model.
-    if DEEPSTACK_FIELD not in family.vision.features:
+    if DEEPSTACK_FIELD not in family.vision.feature_fields:
         return features_by_image
     token_counts = [len(embedding) for embedding in embeddings]
     for layer in output[DEEPSTACK_FIELD]:  # a tensor per layer, for all images together

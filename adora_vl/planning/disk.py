@@ -27,15 +27,17 @@ def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, shardin
         sharding: Processes and ZeRO stage.
     """
     saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
-    reference_bytes = shape.total_parameters * shape.weight_bytes if config.sync_ref_model else 0
+    reference_bytes = (
+        shape.total_parameters * shape.bytes_per_weight if config.sync_ref_model else 0
+    )
     # Without DeepSpeed, weights and Adam's moments have the dtype of the training. For an adapter
     # that is float32.
     if sharding.stage is None:
-        bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
+        bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.bytes_per_weight
         model_bytes = saved_parameters * bytes_per_parameter
         optimizer_bytes = ADAM_MOMENTS * shape.trained_parameters * bytes_per_parameter
         return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES_BYTES
-    bytes_per_parameter = 2 if config.bf16 or config.fp16 else shape.weight_bytes
+    bytes_per_parameter = 2 if config.bf16 or config.fp16 else shape.bytes_per_weight
     model_bytes = saved_parameters * bytes_per_parameter
     master_and_moments_bytes = (1 + ADAM_MOMENTS) * FLOAT32_BYTES
     optimizer_bytes = shape.trained_parameters * master_and_moments_bytes
@@ -83,7 +85,7 @@ def max_checkpoint_count(
 
 
 def max_run_folder_bytes(
-    one_checkpoint: int, model: int, checkpoints: int, record_gb: float
+    checkpoint_bytes: int, model_bytes: int, checkpoint_count: int, record_gb: float
 ) -> int:
     """Return the largest size of a run's folder, in bytes.
 
@@ -91,10 +93,10 @@ def max_run_folder_bytes(
     record of the rollouts.
 
     Args:
-        one_checkpoint: Bytes of one checkpoint.
-        model: Bytes of the final model.
-        checkpoints: How many checkpoints the folder has at once, as `max_checkpoint_count` counts
-            them.
+        checkpoint_bytes: Bytes of one checkpoint.
+        model_bytes: Bytes of the final model.
+        checkpoint_count: How many checkpoints the folder has at once, as `max_checkpoint_count`
+            counts them.
         record_gb: The key `adora_record_gb`, in 10^9 bytes.
     """
-    return one_checkpoint * checkpoints + model + int(record_gb * 1e9)
+    return checkpoint_bytes * checkpoint_count + model_bytes + int(record_gb * 1e9)

@@ -101,7 +101,7 @@ class MemorySetup:
 
         Engine and trainer have a copy each, and then only one of them is on the GPU.
         """
-        return bool(self.shape.four_bit_parameters and self.engine and self.engine.sleep)
+        return bool(self.shape.four_bit_parameters and self.engine and self.engine.sleeps)
 
     @property
     def dtypes(self) -> DtypeBytes:
@@ -133,7 +133,7 @@ class MemorySetup:
             prompt_tokens=batch.prompt_tokens,
             longest_completion=batch.completion_tokens,
             completion_tokens=rows * batch.completion_tokens,
-            patches=images * batch.image_tokens * self.shape.merge_size**2,
+            image_patches=images * batch.image_tokens * self.shape.merge_size**2,
         )
         return size_of_pass(
             [subgroup] * (batch.sequences // rows),
@@ -168,7 +168,7 @@ class MemoryPrediction:
         return sum(self.phases[self.peak_phase].values())
 
     def fits_into(self, gpu_bytes: int) -> bool:
-        """Return whether every phase fits into a GPU with so much memory.
+        """Return whether every phase fits into a GPU with `gpu_bytes` of memory.
 
         The engine must also have room for at least one rollout of full length.
         """
@@ -192,23 +192,23 @@ def predict_memory(setup: MemorySetup, gpu_bytes: int) -> MemoryPrediction:
     tower = frozen_tower_memory(setup)
     pixels = {"pixels": _pixel_bytes(setup)}
     features = {"image features": tower.feature_bytes}
-    gathered = {"gathered weights": model_state.gathered_weights}
-    all_gradients = {"gradients": model_state.gradients}
+    gathered = {"gathered weights": model_state.gathered_weight_bytes}
+    all_gradients = {"gradients": model_state.gradient_bytes}
     # While the policy learns, the engine may sleep.
-    engine_sleeps = setup.engine is not None and setup.engine.sleep
+    engine_sleeps = setup.engine is not None and setup.engine.sleeps
     resident = {
         **_resident_bytes(model_state),
         **_engine_while_learning(engine, sleeps=engine_sleeps),
     }
     before_pass = {**resident, **gathered, **pixels, **features}
     recomputed = recomputed_layers(
-        setup, gpu_bytes, held_bytes=sum(before_pass.values()) + model_state.gradients
+        setup, gpu_bytes, held_bytes=sum(before_pass.values()) + model_state.gradient_bytes
     )
     phases = {
         "rollouts": _rollout_phase(setup, model_state, engine),
         "forward and backward": {
             **before_pass,
-            **_learning_memory(setup, model_state.gradients, recomputed),
+            **_learning_memory(setup, model_state.gradient_bytes, recomputed),
         },
     }
     if tower.pass_bytes:
@@ -224,7 +224,7 @@ def predict_memory(setup: MemorySetup, gpu_bytes: int) -> MemoryPrediction:
         **resident,
         **all_gradients,
         **pixels,
-        "step": model_state.during_step,
+        "step": model_state.step_bytes,
     }
     return MemoryPrediction(
         phases={
@@ -240,9 +240,9 @@ def predict_memory(setup: MemorySetup, gpu_bytes: int) -> MemoryPrediction:
 def _resident_bytes(model_state: ModelStateBytes) -> dict[str, int]:
     """Return the bytes of a training that are on the GPU in every phase, by component."""
     return {
-        "weights": model_state.weights,
-        "optimizer": model_state.optimizer,
-        "reference model": model_state.reference,
+        "weights": model_state.weight_bytes,
+        "optimizer": model_state.optimizer_bytes,
+        "reference model": model_state.reference_bytes,
     }
 
 
@@ -258,17 +258,19 @@ def _rollout_phase(
     if setup.swaps_base:
         # While the engine samples with its own base, the trainer's base in 4 bits is in host
         # memory.
-        resident["weights"] -= shape.base_bytes(shape.weight_bytes)
+        resident["weights"] -= shape.base_bytes(shape.bytes_per_weight)
     # DeepSpeed allocates its gradients once. Without it torch frees them after each step.
     has_lasting_gradients = setup.sharding.stage is not None
     # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
     gathers_for_engine = setup.sharding.stage == 3
     return {
         **resident,
-        "gradients": model_state.gradients if has_lasting_gradients else 0,
+        "gradients": model_state.gradient_bytes if has_lasting_gradients else 0,
         **_engine_awake(engine),
         "weights on their way": (
-            shape.largest_tensor * setup.dtypes.residual if gathers_for_engine else 0
+            shape.largest_tensor_parameters * setup.dtypes.residual_bytes
+            if gathers_for_engine
+            else 0
         ),
     }
 
@@ -283,7 +285,7 @@ def _pixel_bytes(setup: MemorySetup) -> int:
     patches = setup.image_count * setup.batch.image_tokens * shape.merge_size**2
     bytes_per_patch = shape.patch_values * _PIXEL_VALUE_BYTES
     if setup.sharing.images:
-        bytes_per_patch = shape.patch_values // shape.frames
+        bytes_per_patch = shape.patch_values // shape.frames_per_patch
     return patches * bytes_per_patch
 
 
@@ -332,13 +334,15 @@ def frozen_tower_memory(setup: MemorySetup) -> FrozenTowerMemory:
     image_tokens = setup.image_count * setup.batch.image_tokens
     # With DeepStack (Qwen3-VL) an image token also has features for several deeper layers.
     features_per_token = 1 + shape.deepstack_layers
-    feature_bytes = image_tokens * shape.text.width * features_per_token * setup.dtypes.compute
+    feature_bytes = (
+        image_tokens * shape.text.width * features_per_token * setup.dtypes.compute_bytes
+    )
     patches_per_image = setup.batch.image_tokens * shape.merge_size**2
     # A pass has at most `PATCHES_PER_PASS` patches, unless a single image has more.
     most_patches = max(PATCHES_PER_PASS, patches_per_image)
     patches = min(setup.image_count * patches_per_image, most_patches)
     # The pixels are there as float32 and in the dtype of the computation.
-    input_bytes = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
+    input_bytes = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute_bytes)
     block_bytes = activations.vision_block_bytes(tower, patches, setup.dtypes)
     return FrozenTowerMemory(feature_bytes=feature_bytes, pass_bytes=input_bytes + block_bytes)
 
@@ -373,9 +377,9 @@ def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:
     if engine is None:
         return {}
     return {
-        "engine weights": engine.weights,
-        "engine workspace": engine.workspace,
-        "KV cache": max(engine.cache, 0),
+        "engine weights": engine.weight_bytes,
+        "engine workspace": engine.workspace_bytes,
+        "KV cache": max(engine.cache_bytes, 0),
     }
 
 
@@ -398,9 +402,9 @@ def _with_overhead(component_bytes: dict[str, int], setup: MemorySetup) -> dict[
     bytes_by_name = dict(component_bytes)
     if setup.on_gpu:
         allocated_by_torch = 0
-        for name, size in component_bytes.items():
+        for name, size_bytes in component_bytes.items():
             if name not in _ENGINE_COMPONENTS:
-                allocated_by_torch += size
+                allocated_by_torch += size_bytes
         bytes_by_name["CUDA context"] = CUDA_CONTEXT_BYTES
         bytes_by_name["fragmentation"] = int(FRAGMENTED_SHARE * allocated_by_torch)
-    return {name: size for name, size in bytes_by_name.items() if size != 0}
+    return {name: size_bytes for name, size_bytes in bytes_by_name.items() if size_bytes != 0}

@@ -55,17 +55,19 @@ def memory_lines(plan: DryRunPlan) -> list[str]:
     if prediction.peak_bytes < _SHORT_REPORT_SHARE * plan.gpu_bytes:
         return report_section(title, [*lines, *verdict_lines(plan)])
     lines += ["", *_memory_table(prediction.phases)]
-    host_optimizer = prediction.model_states.host_optimizer * setup.sharding.local_processes
-    if host_optimizer > 0:
+    host_optimizer_bytes = (
+        prediction.model_states.host_optimizer_bytes * setup.sharding.local_processes
+    )
+    if host_optimizer_bytes > 0:
         processes = "the processes of one machine"
         if setup.sharding.machines == 1:
             processes = "all processes on one host"
         lines.append(
-            f"Host memory beside it: {host_optimizer / GIB:.3g} GiB for the optimizer of "
+            f"Host memory beside it: {host_optimizer_bytes / GIB:.3g} GiB for the optimizer of "
             f"{processes}."
         )
     if setup.swaps_base:
-        base_gib = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
+        base_gib = setup.shape.base_bytes(setup.shape.bytes_per_weight) / GIB
         lines.append(
             f"The base, {base_gib:.3g} GiB, is on the card once: the trainer's leaves while the "
             f"engine is awake. Both take {2 * base_gib:.3g} GiB of pinned host memory."
@@ -285,7 +287,7 @@ def memory_remedy(plan: DryRunPlan) -> str:
     if utilization is not None:
         # With this value the run fits.
         changes.append(f"vllm_gpu_memory_utilization: {utilization:g}")
-    if setup.engine is not None and not setup.engine.sleep and setup.on_gpu:
+    if setup.engine is not None and not setup.engine.sleeps and setup.on_gpu:
         changes.append("vllm_enable_sleep_mode: true")
     if not setup.checkpointing:
         changes.append("gradient_checkpointing: true")

@@ -322,19 +322,19 @@ def _engine_settings(
         return None
     # The dtype is None where the engine takes that of the weights.
     dtype = engine_dtype(config)
-    cpu_cache = None
+    cpu_cache_bytes = None
     if config.use_cpu:
         # vLLM's own variable, in GiB
-        cpu_cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+        cpu_cache_bytes = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
     # Without the key, no rollout is longer than the longest prompt with a whole completion.
     max_length = config.vllm_max_model_length or longest_prompt + config.max_completion_length
     return EngineMemorySettings(
         utilization=config.vllm_gpu_memory_utilization,
-        dtype_bytes=_DTYPE_BYTES[dtype] if dtype else shape.weight_bytes,
+        dtype_bytes=_DTYPE_BYTES[dtype] if dtype else shape.bytes_per_weight,
         max_length=max_length,
         # An engine that is divided over several ranks samples for all of them.
         max_sequences=sequences_per_generation * config.vllm_tensor_parallel_size,
         tensor_parallel=config.vllm_tensor_parallel_size,
-        sleep=config.vllm_enable_sleep_mode,
-        cpu_cache=cpu_cache,
+        sleeps=config.vllm_enable_sleep_mode,
+        cpu_cache_bytes=cpu_cache_bytes,
     )

@@ -248,11 +248,11 @@ def disk_lines(plan: DryRunPlan) -> list[str]:
             "(save_total_limit)."
         ]
     else:
-        model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
+        model_bytes = setup.shape.total_parameters * setup.shape.bytes_per_weight
         folder_bytes = disk.max_run_folder_bytes(
             checkpoint_bytes,
-            model=model_bytes,
-            checkpoints=checkpoints,
+            model_bytes=model_bytes,
+            checkpoint_count=checkpoints,
             record_gb=config.adora_record_gb,
         )
         lines = [
@@ -303,7 +303,7 @@ def report_values(plan: DryRunPlan) -> dict[str, Any]:
     schedule = enum_value(plan.run.config.lr_scheduler_type)
     batches = plan.run.layout
     image_tokens = what_fits.largest_image_tokens(
-        plan.setup, plan.gpu_bytes, room=plan.max_image_tokens
+        plan.setup, plan.gpu_bytes, max_tokens=plan.max_image_tokens
     )
     return {
         "changed": changed_keys(plan),

@@ -11,7 +11,7 @@ from adora_vl.planning.memory import MAX_IMAGE_TOKENS, MemorySetup, predict_memo
 
 
 def fits_into_gpu(setup: MemorySetup, gpu_bytes: int) -> bool:
-    """Return whether a run fits into a GPU with so much memory."""
+    """Return whether a run fits into a GPU with `gpu_bytes` of memory."""
     return predict_memory(setup, gpu_bytes).fits_into(gpu_bytes)
 
 
@@ -79,20 +79,22 @@ def largest_batch(setup: MemorySetup, gpu_bytes: int) -> int:
     return sizes[largest_number - 1] if largest_number > 0 else 0
 
 
-def largest_image_tokens(setup: MemorySetup, gpu_bytes: int, room: int = MAX_IMAGE_TOKENS) -> int:
+def largest_image_tokens(
+    setup: MemorySetup, gpu_bytes: int, max_tokens: int = MAX_IMAGE_TOKENS
+) -> int:
     """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
-    The text of the prompts stays the same. The number is 0 if no image fits. `room`: the most image
-    tokens that the context has room for; below 1 there is room for none.
+    The text of the prompts stays the same. The number is 0 if no image fits. `max_tokens`: the most
+    image tokens that the context has room for; below 1 there is room for none.
     """
     text_tokens = setup.batch.prompt_tokens - setup.batch.image_tokens
-    limit = min(room, MAX_IMAGE_TOKENS)
+    limit = min(max_tokens, MAX_IMAGE_TOKENS)
     if setup.engine is not None:
         # A prompt has to leave the engine room for its completion.
         limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text_tokens)
 
     def image_fits(image_tokens: int) -> bool:
-        """Return whether the run fits with so many image tokens in every prompt."""
+        """Return whether the run fits with this many image tokens in every prompt."""
         prompt_tokens = text_tokens + image_tokens
         batch = replace(setup.batch, image_tokens=image_tokens, prompt_tokens=prompt_tokens)
         return fits_into_gpu(replace(setup, batch=batch), gpu_bytes)

@@ -70,7 +70,7 @@ def check_model(
         refuse_on_cpu(model.config, config.vllm_enable_sleep_mode)
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
     if model.continued_adapter is None and model_checks.loses_updates(
-        model_args, model.config, deepspeed=context.sharding.stage is not None
+        model_args, model.config, uses_deepspeed=context.sharding.stage is not None
     ):
         context.messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model

@@ -193,7 +193,7 @@ class ResolvedRun:
     def shape(self) -> ModelShape:
         """Parameters and layers of the policy as it will be trained."""
         model_args = self.request.model.model_args
-        four_bit_bytes = (
+        bytes_per_four_bit_parameter = (
             four_bit_parameter_bytes(model_args.use_bnb_nested_quant)
             if self.model.is_four_bit
             else 0.0
@@ -203,7 +203,7 @@ class ResolvedRun:
             dtype=model_args.dtype,
             frozen=self.config.adora_freeze,
             peft_config=self.model.peft_config,
-            four_bit_bytes=four_bit_bytes,
+            bytes_per_four_bit_parameter=bytes_per_four_bit_parameter,
         )
 
     @property

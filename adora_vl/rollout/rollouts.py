@@ -19,7 +19,7 @@ from adora_vl.utils.seeding import rollout_seed
 class StepKey:
     """Where in a run a batch of rollouts is sampled.
 
-    Seeds are made of `position` and `batch_name`. A resumed run arrives at the same texts, and so
+    Seeds are made of `position` and `name`. A resumed run arrives at the same texts, and so
     draws the same random numbers; they must never change.
     """
 
@@ -37,7 +37,7 @@ class StepKey:
         return f"{self.step}/{self.micro}"
 
     @property
-    def batch_name(self) -> str:
+    def name(self) -> str:
         """The name of the batch in its run, such as `train/12/0`; with a refill `train/12/0/1`."""
         suffix = f"/{self.refill_round}" if self.refill_round else ""
         return f"{self.mode}/{self.position}{suffix}"
@@ -235,7 +235,7 @@ class RolloutGroup:
         problem = self.problem
         sampled_count = sum(segment.is_sampled for segment in rollout.segments)
         # The text that names the draw, such as `train/12/0`, or `train/12/0/segment-1`.
-        draw_name = problem.key.batch_name
+        draw_name = problem.key.name
         if sampled_count:
             draw_name = f"{draw_name}/segment-{sampled_count}"
         return rollout_seed(
@@ -254,7 +254,7 @@ class RolloutGroup:
         """
         problem = self.problem
         number = self.first_member + member
-        return f"{run_seed}/{problem.key.batch_name}/{problem.group_number}/{number}"
+        return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:

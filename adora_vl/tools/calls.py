@@ -312,10 +312,10 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     Raises `OverdueError` in the block when the time is over.
     """
     with keeping_random_state():
-        number = hash_to_int(f"tool/{seed}")
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.manual_seed(number >> 1)
+        seed_number = hash_to_int(f"tool/{seed}")  # below 2^64
+        random.seed(seed_number)
+        np.random.seed(seed_number % 2**32)  # NumPy takes 32 bits
+        torch.manual_seed(seed_number >> 1)  # torch takes 63 bits
         # `deadline` raises `OverdueError` in Python code. Compiled code cannot be interrupted, so
         # `backstop` ends the whole process some time later. `ending_forked_children` ends forked
         # processes, and has to be the innermost: `backstop` would wait in them for a thread that

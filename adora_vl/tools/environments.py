@@ -119,7 +119,7 @@ class Environments:
         """
         problem = group.problem
         message_prefix = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
-        seed = f"{run_seed}/{problem.key.batch_name}/{problem.group_number}"
+        seed = f"{run_seed}/{problem.key.name}/{problem.group_number}"
         rollouts = [
             replace(rollout, environment=self._next_free_environment(message_prefix))
             for rollout in group.rollouts

@@ -3,9 +3,9 @@
 None of them reads a file or the network, and nothing is evaluated by Python.
 
 A model names points in the coordinates of its family: in pixels, or in thousandths of width and
-height (`Vision.relative`). In the docstring of a tool `{points}` is replaced by words for the unit.
-Regions are cut from the original picture. If the picture was made smaller for the model, a region
-shows more than the model has seen.
+height (`Vision.points_in_thousandths`). In the docstring of a tool `{points}` is replaced by words
+for the unit. Regions are cut from the original picture. If the picture was made smaller for the
+model, a region shows more than the model has seen.
 """
 
 import math
@@ -29,9 +29,9 @@ _ANSWER_DIGITS = 10  # significant ones of a number in an answer
 class View:
     """The size in which a model sees a picture, and the coordinates in which it names points."""
 
-    low: int  # the least number of pixels that a picture is resized to
-    high: int  # the largest number of pixels
-    unit: int  # an image token covers `unit` x `unit` pixels
+    low: int  # the least number of pixels (width x height) that a picture is resized to
+    high: int  # the largest number of pixels that a picture is resized to
+    unit: int  # the side of an image token, in pixels
     relative: bool = False  # whether coordinates are in thousandths, and not in pixels
 
     @property
@@ -41,7 +41,7 @@ class View:
 
     @property
     def points(self) -> str:
-        """The unit of coordinates, in words for the model."""
+        """The unit of coordinates, in words that replace `{points}` in docstrings of tools."""
         return "in thousandths of its width and height" if self.relative else "in its pixels"
 
     def size(self, image: Image.Image) -> tuple[int, int]:
@@ -90,6 +90,7 @@ def zoom(
         y2: Lower side.
         picture: Number of the picture, from 0.
     """
+    # The model reads the docstring, with the words of `view.points` in place of `{points}`.
     image = _picture_with_number(images, picture)
     (x_low, y_low), (x_high, y_high) = view.to_fractions(image, (x1, y1), (x2, y2))
     if x_low >= x_high or y_low >= y_high:

@@ -167,12 +167,12 @@ def build_view(config: "PreTrainedConfig", pixels: PixelLimits) -> View | None:
         return None
     family = family_of(config)
     vision = family.vision if family is not None else None
-    has_relative_points = vision is not None and vision.relative  # in thousandths
+    points_in_thousandths = vision is not None and vision.points_in_thousandths
     return View(
         low=pixels.min_pixels,
         high=pixels.max_pixels,
         unit=pixels.token_side,
-        relative=has_relative_points,
+        relative=points_in_thousandths,
     )
 
 
@@ -489,15 +489,15 @@ class Toolbox:
         (width, height) = image.size
         # Each side must be as long as the side of an image token, and the image processor refuses a
         # narrow strip.
-        unit = self.view.unit
+        token_side = self.view.unit
         shorter_side, longer_side = sorted((width, height))
-        if shorter_side < unit or longer_side >= MAX_ASPECT_RATIO * shorter_side:
+        if shorter_side < token_side or longer_side >= MAX_ASPECT_RATIO * shorter_side:
             raise CallError(
-                f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
+                f"the tool's picture has {width} x {height} pixels; sides of at least {token_side}"
             )
         try:
             max_pixels = self.options.max_pixels or self.view.high
-            limits = PixelLimits(max_pixels=max_pixels, token_side=unit)
+            limits = PixelLimits(max_pixels=max_pixels, token_side=token_side)
             size = size_to_store(width, height, limits)
         except ValueError as error:
             raise CallError(f"the picture has {width} x {height} pixels: {error}") from None

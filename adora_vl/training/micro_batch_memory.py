@@ -35,7 +35,7 @@ class SubgroupSize:
     """Tokens of the longest completion."""
     completion_tokens: int
     """Tokens of all completions together."""
-    patches: int = 0
+    image_patches: int = 0
     """Patches of its images that pass the vision tower."""
     loss_tokens: int = 0
     """Completion tokens that the loss counts: those that the policy has sampled."""
@@ -99,7 +99,7 @@ def subgroup_sizes(
                 prompt_tokens=prompt_lengths[first_row],
                 longest_completion=max(completion_lengths),
                 completion_tokens=sum(completion_lengths),
-                patches=max(patches_by_row) if shares_vision else sum(patches_by_row),
+                image_patches=max(patches_by_row) if shares_vision else sum(patches_by_row),
                 loss_tokens=sum(rows_on_cpu.loss_tokens(row) for row in rows),
             )
         )
@@ -134,7 +134,7 @@ def size_of_pass(
     rows = sum(subgroup.rows for subgroup in subgroups)
     longest_completion = max(subgroup.longest_completion for subgroup in subgroups)
     padded_length = max(subgroup.prompt_tokens for subgroup in subgroups) + longest_completion
-    patches = sum(subgroup.patches for subgroup in subgroups)
+    image_patches = sum(subgroup.image_patches for subgroup in subgroups)
     packed_length = sum(
         subgroup.prompt_tokens + subgroup.predicting_tokens for subgroup in subgroups
     )
@@ -151,13 +151,13 @@ def size_of_pass(
             row_length=packed_length,
             scored_tokens=sum(subgroup.completion_tokens for subgroup in subgroups),
             repeated_keys=repeated_keys,
-            patches=patches,
+            image_patches=image_patches,
         )
     return PassSize(
         rows=rows,
         row_length=padded_length,
         scored_tokens=rows * longest_completion,
-        patches=patches,
+        image_patches=image_patches,
         has_padding_mask=masks_padding,
     )
 
@@ -178,7 +178,7 @@ def full_subgroup(subgroups: Sequence[SubgroupSize], longest_completion: int) ->
         prompt_tokens=max(subgroup.prompt_tokens for subgroup in subgroups),
         longest_completion=longest_completion,
         completion_tokens=rows * longest_completion,
-        patches=max(subgroup.patches for subgroup in subgroups),
+        image_patches=max(subgroup.image_patches for subgroup in subgroups),
     )
 
 

@@ -23,23 +23,23 @@ ADAM_MOMENTS = 2  # how many numbers Adam keeps for each parameter
 class ModelStateBytes:
     """The bytes that a training holds on one GPU all the time, by what they are for.
 
-    `host_optimizer` is the exception: it lies in host memory, for this GPU.
+    `host_optimizer_bytes` is the exception: it lies in host memory, for this GPU.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    gathered_weights: int = 0  # those of other ranks, while a layer computes (ZeRO-3)
-    during_step: int = 0  # in addition, during an optimizer step
-    host_optimizer: int = 0  # optimizer states with offload, in host memory
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    reference_bytes: int
+    gathered_weight_bytes: int = 0  # those of other ranks, while a layer computes (ZeRO-3)
+    step_bytes: int = 0  # in addition, during an optimizer step
+    host_optimizer_bytes: int = 0  # optimizer states with offload, in host memory
 
 
 class _OptimizerBytes(NamedTuple):
     """The bytes of the optimizer's states and of what its step needs in addition, on one GPU."""
 
-    states: int
-    during_step: int
+    state_bytes: int
+    step_bytes: int
 
 
 def predict_state_bytes(
@@ -61,7 +61,7 @@ def predict_state_bytes(
     """
     if sharding.stage is None:
         return _states_without_deepspeed(shape, sharding.processes, has_reference=has_reference)
-    bytes_per_weight = 2 if mixed_precision else shape.weight_bytes
+    bytes_per_weight = 2 if mixed_precision else shape.bytes_per_weight
     ranks = sharding.processes
     # ZeRO-1 divides the optimizer states over the ranks, ZeRO-2 the gradients too, ZeRO-3 also the
     # weights.
@@ -69,37 +69,37 @@ def predict_state_bytes(
     gradient_ranks = ranks if sharding.stage >= 2 else 1
     weight_ranks = ranks if sharding.stage >= 3 else 1
 
-    weights = shape.total_parameters * bytes_per_weight // weight_ranks
+    weight_bytes = shape.total_parameters * bytes_per_weight // weight_ranks
     keeps_reference = has_reference and not shape.has_adapters
-    gathered_weights = 0
+    gathered_weight_bytes = 0
     if sharding.stage == 3 and ranks > 1:
-        gathered_weights = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
-    gradient_bucket = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.stage >= 2 else 0
+        gathered_weight_bytes = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
+    bucket_bytes = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.stage >= 2 else 0
     states = ModelStateBytes(
-        weights=0 if sharding.offload_parameters else weights,
-        gradients=gradient_bucket,
-        optimizer=0,
-        reference=weights if keeps_reference else 0,
-        gathered_weights=gathered_weights,
+        weight_bytes=0 if sharding.offload_parameters else weight_bytes,
+        gradient_bytes=bucket_bytes,
+        optimizer_bytes=0,
+        reference_bytes=weight_bytes if keeps_reference else 0,
+        gathered_weight_bytes=gathered_weight_bytes,
     )
     if sharding.offload_optimizer:
         # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
         # the moments, whatever dtype the model has, and one buffer in that dtype.
-        host_bytes = (ADAM_MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
-        host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
-        return replace(states, host_optimizer=host_optimizer)
+        bytes_per_parameter = (ADAM_MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
+        host_optimizer_bytes = shape.trained_parameters * bytes_per_parameter // optimizer_ranks
+        return replace(states, host_optimizer_bytes=host_optimizer_bytes)
     optimizer = _optimizer_bytes(
         shape.trained_parameters,
         optimizer_ranks=optimizer_ranks,
         weight_ranks=weight_ranks,
         mixed_precision=mixed_precision,
     )
-    gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
+    gradient_bytes = shape.trained_parameters * bytes_per_weight // gradient_ranks
     return replace(
         states,
-        gradients=gradient_bucket + gradients,
-        optimizer=optimizer.states,
-        during_step=optimizer.during_step,
+        gradient_bytes=bucket_bytes + gradient_bytes,
+        optimizer_bytes=optimizer.state_bytes,
+        step_bytes=optimizer.step_bytes,
     )
 
 
@@ -116,15 +116,15 @@ def _optimizer_bytes(
     """
     master_bytes = FLOAT32_BYTES if mixed_precision else 0
     bytes_per_parameter = ADAM_MOMENTS * FLOAT32_BYTES + master_bytes
-    states = trained_parameters * bytes_per_parameter // optimizer_ranks
+    state_bytes = trained_parameters * bytes_per_parameter // optimizer_ranks
     if not mixed_precision:
-        return _OptimizerBytes(states=states, during_step=0)
+        return _OptimizerBytes(state_bytes=state_bytes, step_bytes=0)
     # In a step DeepSpeed copies the gradients to float32. ZeRO-3, which alone divides the weights,
     # does so for one sub-group of parameters at a time.
     copied_gradients = trained_parameters // optimizer_ranks
     if weight_ranks > 1:
         copied_gradients = min(copied_gradients, SUB_GROUP_PARAMETERS)
-    return _OptimizerBytes(states=states, during_step=FLOAT32_BYTES * copied_gradients)
+    return _OptimizerBytes(state_bytes=state_bytes, step_bytes=FLOAT32_BYTES * copied_gradients)
 
 
 def _states_without_deepspeed(
@@ -135,19 +135,19 @@ def _states_without_deepspeed(
     `processes`: with several, DDP adds buckets for the gradients. `has_reference`: whether the run
     has a reference model.
     """
-    weights = shape.base_bytes(shape.weight_bytes)
-    bytes_per_trained_parameter = shape.weight_bytes
+    weight_bytes = shape.base_bytes(shape.bytes_per_weight)
+    bytes_per_trained_parameter = shape.bytes_per_weight
     if shape.has_adapters:
         # PEFT makes LoRA matrices in float32, beside the frozen weights.
         bytes_per_trained_parameter = FLOAT32_BYTES
-        weights += shape.trained_parameters * FLOAT32_BYTES
+        weight_bytes += shape.trained_parameters * FLOAT32_BYTES
     gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
     keeps_reference = has_reference and not shape.has_adapters
     return ModelStateBytes(
-        weights=weights,
-        gradients=shape.trained_parameters * bytes_per_trained_parameter * gradient_copies,
-        optimizer=ADAM_MOMENTS * shape.trained_parameters * bytes_per_trained_parameter,
-        reference=shape.total_parameters * shape.weight_bytes if keeps_reference else 0,
+        weight_bytes=weight_bytes,
+        gradient_bytes=shape.trained_parameters * bytes_per_trained_parameter * gradient_copies,
+        optimizer_bytes=ADAM_MOMENTS * shape.trained_parameters * bytes_per_trained_parameter,
+        reference_bytes=shape.total_parameters * shape.bytes_per_weight if keeps_reference else 0,
     )
 
 
@@ -160,6 +160,6 @@ def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed_precision: bool) -
     # leaves both as they are.
     weights_are_cast = sharding.stage is not None and mixed_precision
     return DtypeBytes(
-        compute=2 if mixed_precision else shape.weight_bytes,
-        residual=2 if weights_are_cast else shape.weight_bytes,
+        compute_bytes=2 if mixed_precision else shape.bytes_per_weight,
+        residual_bytes=2 if weights_are_cast else shape.bytes_per_weight,
     )

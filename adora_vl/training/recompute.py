@@ -205,13 +205,14 @@ class RecomputedLayers:
             )
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
         # may be counted twice: a few layers more than necessary are then recomputed.
-        buffer_bytes = predict_state_bytes(
+        buffers = predict_state_bytes(
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,
-            mixed_precision=activation_memory.dtypes.compute == 2,  # bytes: bfloat16 or float16
+            mixed_precision=activation_memory.dtypes.compute_bytes
+            == 2,  # bytes: bfloat16 or float16
         )
-        return buffer_bytes.gradients + buffer_bytes.gathered_weights
+        return buffers.gradient_bytes + buffers.gathered_weight_bytes
 
     def _announce(self, size: PassSize) -> None:
         """Print how many layers the first micro-batch recomputes, once in a run."""

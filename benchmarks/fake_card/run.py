@@ -373,15 +373,15 @@ def _setup(
 
     `prompt`: tokens of the longest prompt.
     """
-    four_bit_bytes = 0.0
+    bytes_per_four_bit_parameter = 0.0
     if model.load_in_4bit:
-        four_bit_bytes = four_bit_parameter_bytes(model.use_bnb_nested_quant)
+        bytes_per_four_bit_parameter = four_bit_parameter_bytes(model.use_bnb_nested_quant)
     shape = model_shape(
         AutoConfig.from_pretrained(folder / "model"),
         dtype=model.dtype,
         frozen=config.adora_freeze,
         peft_config=get_peft_config(model),
-        four_bit_bytes=four_bit_bytes,
+        bytes_per_four_bit_parameter=bytes_per_four_bit_parameter,
     )
     image_tokens = card_run.image_tokens if shape.vision else 0
     return build_memory_setup(

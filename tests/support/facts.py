@@ -57,5 +57,8 @@ def facts_without_unrewarded(
     weights_F = torch.ones(rewards_NF.size(1)) if weights is None else torch.tensor(weights)
     facts = rollout_facts(rewards_NF, **columns)
     return facts.without_unrewarded(
-        failed or {}, weights_F=weights_F, names=["accuracy", "judge"], group_size=generations
+        failed or {},
+        weights_F=weights_F,
+        function_names=["accuracy", "judge"],
+        group_size=generations,
     )

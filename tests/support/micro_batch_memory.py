@@ -8,7 +8,7 @@ from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_memory import MicroBatchMemory
 
 LONGEST_ANSWER = 2048  # max_completion_length
-HALF_PRECISION_BYTES = DtypeBytes(compute=2, residual=2)
+HALF_PRECISION_BYTES = DtypeBytes(compute_bytes=2, residual_bytes=2)
 LORA_OF_LINEAR_LAYERS = LoraConfig(
     r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]
 )
@@ -26,7 +26,9 @@ ACTIVATION_MEMORY_BY_CASE = {
     ),
     "tower in the pass": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES),
     "no checkpoints": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES, checkpointing=False),
-    "CPU": ActivationMemory(SHAPE_OF_3B, DtypeBytes(compute=4, residual=4), on_gpu=False),
+    "CPU": ActivationMemory(
+        SHAPE_OF_3B, DtypeBytes(compute_bytes=4, residual_bytes=4), on_gpu=False
+    ),
 }
 
 

@@ -38,10 +38,14 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
             vision = families.FAMILIES[family].vision
             config = AutoConfig.for_model(family).vision_config
             assert vision is not None
-            assert vision.unit == config.patch_size * config.spatial_merge_size
+            assert vision.token_side == config.patch_size * config.spatial_merge_size
             assert images_module.VISION_BY_FAMILY[family] is vision
-            assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
-            assert (families.DEEPSTACK_FIELD in vision.features) == bool(
+            assert (
+                vision.min_pixels % vision.token_side**2
+                == vision.max_pixels % vision.token_side**2
+                == 0
+            )
+            assert (families.DEEPSTACK_FIELD in vision.feature_fields) == bool(
                 getattr(config, "deepstack_visual_indexes", None)
             )
 

@@ -73,7 +73,9 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     assert not any("visual" in name or "lm_head" in name for name in four_bit_layers)
     config = config_for_planning(str(PRETRAINED_FOLDER))[0]
     shape = model_shape(
-        config, dtype="bfloat16", four_bit_bytes=four_bit_parameter_bytes(nested=True)
+        config,
+        dtype="bfloat16",
+        bytes_per_four_bit_parameter=four_bit_parameter_bytes(has_nested_scales=True),
     )
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert shape.base_bytes(2) == pytest.approx(parameter_bytes, rel=0.01)

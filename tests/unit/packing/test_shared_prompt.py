@@ -491,7 +491,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_patch_numbe
         completion_width=rows["completion"],
         batch_size=5,
         compute_entropy=False,
-        columns=inputs,
+        batch_columns=inputs,
     )
     result = forward(pass_inputs, first_separate_rows)
     assert result is not None

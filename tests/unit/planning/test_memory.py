@@ -92,7 +92,7 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
             shape = model_shape(config)
             assert shape.total_parameters == total
             assert shape.ties_embeddings == tied
-            assert shape.weight_bytes == 2
+            assert shape.bytes_per_weight == 2
             assert "ships here" in note  # the tests are offline
             assert shape.image_token_pixels == side * side
             assert shape.patch_values == 3 * 2 * (side // 2) ** 2
@@ -121,7 +121,7 @@ def test_the_tiny_model_is_counted_right():
         == sum(p.numel() for p in model.parameters())
         == shape.trained_parameters
     )
-    assert shape.weight_bytes == 4
+    assert shape.bytes_per_weight == 4
 
 
 def test_zero3_does_not_shard_what_is_only_counted():
@@ -150,7 +150,9 @@ def test_freezing_and_lora_leave_fewer_to_train():
     config = config_for_planning(NAME_OF_3B)[0]
     frozen = model_shape(config, frozen=["vision_tower"])
     assert (
-        frozen.trained_by_component["vision_tower"] == 0 < frozen.trained_by_component["projector"]
+        frozen.trained_count_by_component["vision_tower"]
+        == 0
+        < frozen.trained_count_by_component["projector"]
     )
     lora = get_peft_config(
         ModelConfig(
@@ -256,21 +258,21 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
         has_reference=True,
         mixed_precision=True,
     )
-    assert predicted_zero2.weights == 2 * total
-    assert predicted_zero2.reference == 2 * total
-    assert predicted_zero2.optimizer == 12 * total // 8
-    assert predicted_zero3.weights == 2 * total // 8
-    assert predicted_zero3.reference == 2 * total // 8
-    assert predicted_zero3.optimizer == 12 * total // 8
+    assert predicted_zero2.weight_bytes == 2 * total
+    assert predicted_zero2.reference_bytes == 2 * total
+    assert predicted_zero2.optimizer_bytes == 12 * total // 8
+    assert predicted_zero3.weight_bytes == 2 * total // 8
+    assert predicted_zero3.reference_bytes == 2 * total // 8
+    assert predicted_zero3.optimizer_bytes == 12 * total // 8
     assert (
-        predicted_zero2.gradients
-        == predicted_zero3.gradients
+        predicted_zero2.gradient_bytes
+        == predicted_zero3.gradient_bytes
         # a process's part of the gradients, and DeepSpeed's buckets in which they are summed
         == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
     )
-    assert offloaded.optimizer == 0
+    assert offloaded.optimizer_bytes == 0
     # the 12 of the optimizer, and the gradients twice: 2 as they come and 4 in float32
-    assert offloaded.host_optimizer == 18 * total // 8
+    assert offloaded.host_optimizer_bytes == 18 * total // 8
     for sharding in (
         Sharding(processes=8),
         Sharding(processes=8, stage=3),
@@ -285,10 +287,10 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     one_process = predict_state_bytes(
         shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True
     )
-    assert one_process.weights == 2 * total
-    assert one_process.gradients == 2 * total
-    assert one_process.optimizer == 4 * total
-    assert one_process.reference == 0
+    assert one_process.weight_bytes == 2 * total
+    assert one_process.gradient_bytes == 2 * total
+    assert one_process.optimizer_bytes == 4 * total
+    assert one_process.reference_bytes == 0
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
@@ -306,14 +308,15 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     predicted = predict_state_bytes(
         shape, Sharding(processes=1), has_reference=False, mixed_precision=False
     )
-    assert predicted.optimizer == state_bytes
-    assert predicted.gradients == gradients
+    assert predicted.optimizer_bytes == state_bytes
+    assert predicted.gradient_bytes == gradients
     predicted_ddp = predict_state_bytes(
         shape, Sharding(processes=2), has_reference=False, mixed_precision=False
     )
-    assert (predicted_ddp.optimizer, predicted_ddp.gradients) == (state_bytes, 2 * gradients), (
-        "what DDP sends lies in buckets of its own"
-    )
+    assert (predicted_ddp.optimizer_bytes, predicted_ddp.gradient_bytes) == (
+        state_bytes,
+        2 * gradients,
+    ), "what DDP sends lies in buckets of its own"
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
@@ -390,8 +393,11 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
         EngineMemorySettings(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
         80 * GIB,
     )
-    assert memory.cache == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace
-    assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
+    assert (
+        memory.cache_bytes
+        == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace_bytes
+    )
+    assert memory.concurrent_rollouts == memory.cache_bytes // (56 * 1024 * 8192)
     too_small = engine_memory(
         shape_of_7b,
         EngineMemorySettings(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
@@ -537,7 +543,7 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
         (16, 2),
     ):
         setup = replace(shared, batch=replace(shared.batch, sequences=sequences))
-        assert setup.pass_size.patches == images * 1280 * 4
+        assert setup.pass_size.image_patches == images * 1280 * 4
 
 
 def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_recipe):
@@ -555,8 +561,8 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
     assert "frozen vision tower" not in predict_memory(one_by_one, 80 * GIB).phases
     shape_with_frozen_tower = replace(
         one_by_one.shape,
-        trained_by_component={
-            **one_by_one.shape.trained_by_component,
+        trained_count_by_component={
+            **one_by_one.shape.trained_count_by_component,
             "vision_tower": 0,
             "projector": 0,
         },

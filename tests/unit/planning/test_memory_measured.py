@@ -91,7 +91,7 @@ class TinyPolicy:
             rows=size.sequences,
             row_length=size.prompt_tokens + size.completion_tokens,
             scored_tokens=size.sequences * size.completion_tokens,
-            patches=size.sequences * size.image_tokens * self.shape.merge_size**2,
+            image_patches=size.sequences * size.image_tokens * self.shape.merge_size**2,
             has_padding_mask=padded,
         )
         self.inputs, self.labels = self._batch(config)
@@ -114,7 +114,7 @@ class TinyPolicy:
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "pixel_values": torch.randn(self.measures.patches, self.shape.patch_values),
+            "pixel_values": torch.randn(self.measures.image_patches, self.shape.patch_values),
             "image_grid_thw": torch.tensor([[1, side, side]] * size.sequences),
             "mm_token_type_ids": (ids == config.image_token_id).int(),
         }, labels
@@ -131,7 +131,7 @@ class TinyPolicy:
             self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing
         )
         head = head_saved_bytes(self.shape, self.measures, self.dtypes, on_gpu=False)
-        return parts.text + parts.vision + head
+        return parts.text_bytes + parts.vision_bytes + head
 
     def measured_kept(self) -> int:
         """Return the bytes that autograd holds after the forward pass, without weights and inputs.
@@ -251,7 +251,9 @@ def check_peak(size, checkpointing, tile, monkeypatch):
         head = head_transient_bytes(policy.shape, sizes, policy.dtypes, on_gpu=False)
     input_bytes = policy.shape.total_parameters * 4 + sum(t.nbytes for t in policy.inputs.values())
     predicted = (
-        input_bytes + policy.kept() + max(head, parts.largest_recomputed + parts.layer_gradients)
+        input_bytes
+        + policy.kept()
+        + max(head, parts.largest_recomputed_bytes + parts.layer_gradient_bytes)
     )
     print(f"{predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.02), f"{predicted / measured - 1:+.1%}"

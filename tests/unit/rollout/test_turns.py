@@ -405,7 +405,7 @@ def grade_group(rollouts: Sequence[Rollout], *, answer: str) -> GradedGroup:
     )
     scorer = Scorer(context, RewardGuard(context), weights_F, ["accuracy"])
     computer = AdvantageComputer(
-        context, AdvantagePipeline({"adora": Adora()}), weights_F, tools=True
+        context, AdvantagePipeline({"adora": Adora()}), weights_F, has_tools=True
     )
     prompt = [{"role": "user", "content": "Which?"}]
     row: Any = {"prompt": prompt, "answer": answer, "images": [Image.new("RGB", (56, 28))]}

@@ -41,7 +41,7 @@ def subgroup_of_lengths(prompt: int, completions: Sequence[int], patches: int = 
         prompt_tokens=prompt,
         longest_completion=max(completions),
         completion_tokens=sum(completions),
-        patches=patches,
+        image_patches=patches,
         loss_tokens=sum(completions),
     )
 
@@ -204,4 +204,4 @@ def test_sizes_of_subgroups_by_hand():
         subgroup_of_lengths(2, [4, 1], patches=8),
         subgroup_of_lengths(3, [0, 2]),
     ]
-    assert subgroup_sizes(rows_on_cpu, 2, shares_vision=False)[0].patches == 16
+    assert subgroup_sizes(rows_on_cpu, 2, shares_vision=False)[0].image_patches == 16

@@ -797,7 +797,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
         f"0/{number}" for number in range(5 * GROUPS_PER_GENERATION)
     ]
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
-        position = learned.generation.key.batch_name
+        position = learned.generation.key.name
         seeds = [
             rollout_seed(RUN_SEED, position, group_number, member)
             for group_number in range(GROUPS_PER_GENERATION)
@@ -901,7 +901,7 @@ def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, refill_
     expected_name = f"{mode}/{step}/{micro}"
     if refill_round:
         expected_name += f"/{refill_round}"
-    assert key.batch_name == expected_name
+    assert key.name == expected_name
 
 
 def test_the_metrics_of_a_generation():

@@ -186,7 +186,9 @@ def test_as_few_layers_as_fit_into_the_free_memory():
 
     With 1 GiB all layers are recomputed, and with 59 GiB none.
     """
-    activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
+    activation_memory = ActivationMemory(
+        three_billion(), DtypeBytes(compute_bytes=2, residual_bytes=2)
+    )
     layers = activation_memory.shape.text.layers
     counts = []
     for gigabytes in range(1, 60):
@@ -215,7 +217,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     model = language_model()
     free_bytes = 0
     shape = shape_of(model)
-    activation_memory = ActivationMemory(shape(), DtypeBytes(compute=4, residual=4))
+    activation_memory = ActivationMemory(shape(), DtypeBytes(compute_bytes=4, residual_bytes=4))
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
     card_bytes = activation_memory.peak_bytes(PASS_SIZE, 0) * 4
 
