@@ -251,7 +251,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         request = RunRequest(
             config=config,
             model=source,
-            rows=Datasets(train_dataset, eval_dataset),
+            data_source=Datasets(train_dataset, eval_dataset),
             rewards=rewards,
             tools=tools,
             environment_factory=environment_factory,
@@ -751,12 +751,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
-        checkpoint = run.output.start.checkpoint
+        checkpoint = run.output.start_point.checkpoint
         model_runner = self.vllm_generation.model_runner if self.use_vllm else None
         self.manifest = {**run.manifest(), "vllm_model_runner": model_runner}
         if is_main:
             # Not earlier: until here the new run could still have failed.
-            if run.output.start.replaces:
+            if run.output.start_point.replaces_old_run:
                 move_old_run_aside(output_dir)
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
@@ -796,7 +796,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         It has made its last step, or a callback such as early stopping ended it.
         """
-        start = self.run.output.start.checkpoint
+        start = self.run.output.start_point.checkpoint
         if self.run.finished_checkpoint is not None or start is None:
             return self.run.finished_checkpoint
         checkpoint = Path(start)

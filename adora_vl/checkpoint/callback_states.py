@@ -42,10 +42,11 @@ def restore_callback_states(
         if isinstance(callback, ExportableState):
             callbacks_by_class[type(callback).__name__].append(callback)
     for name, callbacks_of_class in callbacks_by_class.items():
-        saved = saved_states.get(name, [])
-        states = saved if isinstance(saved, list) else [saved]
-        newest = states[-len(callbacks_of_class) :]
-        for callback, state in zip(callbacks_of_class, newest, strict=False):
+        state_or_states = saved_states.get(name, [])
+        states = state_or_states if isinstance(state_or_states, list) else [state_or_states]
+        newest_states = states[-len(callbacks_of_class) :]
+        # Not strict: the checkpoint may know fewer callbacks of this class.
+        for callback, state in zip(callbacks_of_class, newest_states, strict=False):
             vars(callback).update(state["attributes"])
 
 
@@ -88,7 +89,7 @@ class EpochEnd(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._saves_later = False
         # The step of the newest checkpoint, and whether the training had ended by then.
         self._saved_step = -1
-        self._saved_ended = False
+        self._had_ended_at_save = False
 
     def note_save(self, step: int, *, ended: bool) -> None:
         """Note that a checkpoint is written, before the callbacks hear of it.
@@ -97,7 +98,7 @@ class EpochEnd(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         same, it is stopped to go on later: such a stop is asked for once there is a checkpoint.
         """
         self._saved_step = step
-        self._saved_ended = ended
+        self._had_ended_at_save = ended
 
     def on_step_end(
         self,
@@ -129,7 +130,7 @@ class EpochEnd(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             control.should_save = True
             self._saves_later = False
         is_saved = self._saved_step == state.global_step
-        goes_on_later = control.should_training_stop and is_saved and not self._saved_ended
+        goes_on_later = control.should_training_stop and is_saved and not self._had_ended_at_save
         if goes_on_later and not float(state.epoch).is_integer():
             control.should_log = False
             control.should_evaluate = False

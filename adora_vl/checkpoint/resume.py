@@ -62,7 +62,7 @@ class StartPoint:
     """The folder of the checkpoint that it resumes from; None: it begins at the first step."""
     notes: Sequence[str] = ()
     """Lines about this for the user."""
-    replaces: bool = False
+    replaces_old_run: bool = False
     """Whether an old run in `output_dir` is moved aside when this one begins."""
 
 
@@ -82,7 +82,7 @@ def choose_start_point(
     run_fingerprint: Fingerprint,
     input_folders: Sequence[InputFolder],
     *,
-    clear: bool = True,
+    clears_staging: bool = True,
 ) -> StartPoint:
     """Choose where a run starts: at the first step or from a checkpoint. Nothing is started yet.
 
@@ -97,14 +97,14 @@ def choose_start_point(
         run_fingerprint: The run's fingerprint: every setting that influences its steps. A
             checkpoint with another fingerprint is of another run.
         input_folders: Folders that the run reads, which it must not delete.
-        clear: Whether to delete the half-written files of a run that was killed.
+        clears_staging: Whether to delete the half-written files of a run that was killed.
 
     Raises `UserError` if `output_dir` has another run, or a checkpoint is damaged.
     """
     user_checkpoint = _parse_checkpoint_path(resume_from_checkpoint)
     if user_checkpoint is not None:
         _refuse_cleared_folder(user_checkpoint, output_dir)
-    if clear:
+    if clears_staging:
         clear_staging(output_dir)
     resume_word = str(resume_from_checkpoint).lower()
     if overwrite:
@@ -255,14 +255,14 @@ def _start_replacing_old_run(
     Raises `UserError` for a checkpoint of the run that would be replaced. Otherwise the checkpoint
     that the user named would be deleted.
     """
-    named = resume_word
+    named_in_words = resume_word
     is_replaced = resume_word == "true"  # `true` means a checkpoint of the run in the folder
     if user_checkpoint is not None:
-        named = str(user_checkpoint)
+        named_in_words = str(user_checkpoint)
         is_replaced = output_dir.resolve() in user_checkpoint.resolve().parents
     if is_replaced:
         raise UserError(
-            f"resume_from_checkpoint: {named!r} is of the run that overwrite_output_dir: true "
+            f"resume_from_checkpoint: {named_in_words!r} is of the run that overwrite_output_dir: true "
             "replaces; leave out one of the two, or choose another output_dir"
         )
     start = StartPoint(checkpoint=None)
@@ -276,7 +276,7 @@ def _start_replacing_old_run(
         f"{output_dir / OLD_RUN_FOLDER}, and "
         "deleted when this one has its first checkpoint"
     )
-    return replace(start, notes=[*start.notes, note], replaces=True)
+    return replace(start, notes=[*start.notes, note], replaces_old_run=True)
 
 
 def _start_from_named_checkpoint(checkpoint: Path, run_fingerprint: Fingerprint) -> StartPoint:

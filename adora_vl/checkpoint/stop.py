@@ -58,15 +58,15 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def __init__(self) -> None:
         """Begin without a signal. The handlers are installed when the training begins."""
         # The number of the first signal to this process; None before it.
-        self.received: int | None = None
-        # Whether the ranks have agreed to stop after a signal to one of them.
+        self.received_signal: int | None = None
+        # Whether a signal to one of the ranks stops the run, as all ranks have agreed.
         self.stopped = False
         # When the first signal came, in seconds of the monotonic clock.
         self._received_at = 0.0
         # The handlers that were installed before, by signal; they are restored at the end.
         self._handlers_before: dict[int, Any] = {}
         # Whether an error has ended the training.
-        self._failed = False
+        self._has_failed = False
 
     def __enter__(self) -> StopOnSignal:
         return self
@@ -77,7 +77,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         After an error the launcher sends SIGTERM to all ranks. The rank that reports the error then
         does not print that it saves a checkpoint.
         """
-        self._failed = kind is not None
+        self._has_failed = kind is not None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -86,10 +86,10 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         # Under nohup a run ignores SIGHUP. With torch's elastic launcher it does not, since the
         # launcher handles SIGHUP even then, and kills processes that do not end.
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not under_elastic()
-        for number in _STOP_SIGNALS:
-            if number == signal.SIGHUP and ignores_hangup:
+        for signal_number in _STOP_SIGNALS:
+            if signal_number == signal.SIGHUP and ignores_hangup:
                 continue
-            self._handlers_before[number] = signal.signal(number, self._handle)
+            self._handlers_before[signal_number] = signal.signal(signal_number, self._handle)
         # The launcher's time between SIGTERM and SIGKILL may be too short for a checkpoint.
         if state.is_world_process_zero and launcher_kills_early():
             print(SHORT_SHUTDOWN_WARNING, file=sys.stderr, flush=True)
@@ -100,9 +100,9 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         A run that a signal has stopped ignores further signals instead. The launcher sends a signal
         to the other ranks as soon as the first rank has ended, which would change their exit code.
         """
-        was_stopped = self.stopped or self.received is not None
-        for number, handler_before in self._handlers_before.items():
-            signal.signal(number, signal.SIG_IGN if was_stopped else handler_before)
+        was_stopped = self.stopped or self.received_signal is not None
+        for signal_number, handler_before in self._handlers_before.items():
+            signal.signal(signal_number, signal.SIG_IGN if was_stopped else handler_before)
         self._handlers_before.clear()
 
     def on_step_end(
@@ -115,7 +115,9 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         # This comes before anything is logged. Writing to a closed terminal would fail, and a
         # terminal is closed before its SIGHUP arrives.
         redirect_closed_outputs()
-        has_signal = torch.tensor([int(self.received is not None)], device=PartialState().device)
+        has_signal = torch.tensor(
+            [int(self.received_signal is not None)], device=PartialState().device
+        )
         if bool(gather(has_signal).any()):
             self.stopped = True
             control.should_save = True
@@ -134,29 +136,29 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self.stopped:
             control.should_training_stop = True
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         """Remember the first signal; end the process at a signal that comes much later.
 
         A signal within `REPEATED_SIGNAL_S` seconds counts as the first one, since launchers repeat
         a signal. SIGHUP never ends the process, since a launcher that dies may send it several
         times.
 
-        `number`: the number of the signal.
+        `signal_number`: such as `signal.SIGTERM`. `frame`: where the signal has come, not read.
         """
         redirect_closed_outputs()
-        if self.received is not None:
+        if self.received_signal is not None:
             seconds_since_first = time.monotonic() - self._received_at
-            if number != signal.SIGHUP and seconds_since_first >= REPEATED_SIGNAL_S:
+            if signal_number != signal.SIGHUP and seconds_since_first >= REPEATED_SIGNAL_S:
                 # Send it again with the default handler, which ends the process.
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+                signal.signal(signal_number, signal.SIG_DFL)
+                os.kill(os.getpid(), signal_number)
             return
-        self.received = number
+        self.received_signal = signal_number
         self._received_at = time.monotonic()
-        if self._failed:
+        if self._has_failed:
             return
         line = (
-            f"{signal.Signals(number).name}: saving after this optimizer step; another signal, "
+            f"{signal.Signals(signal_number).name}: saving after this optimizer step; another signal, "
             f"{REPEATED_SIGNAL_S:.0f} seconds from now or later, ends the run at once\n"
         )
         # Written to file descriptor 2, stderr, because the signal may have interrupted a `print`.

@@ -192,18 +192,18 @@ def find_newest_valid_checkpoint(output_dir: Path) -> NewestCheckpoint:
     return NewestCheckpoint(path=None, damaged=damaged)
 
 
-def delete_old_checkpoints(output_dir: Path, keep: int | None) -> None:
+def delete_old_checkpoints(output_dir: Path, max_checkpoints: int | None) -> None:
     """Delete all complete checkpoints of a run except the newest ones.
 
     It is called after a new checkpoint is complete. Folders without the mark of a complete
     checkpoint stay.
 
-    `keep`: how many to keep; None or 0: all.
+    `max_checkpoints`: how many to keep; None or 0: all.
     """
-    if not keep:
+    if not max_checkpoints:
         return
     complete = [path for path in list_checkpoints(output_dir) if (path / COMPLETE_FILE).is_file()]
-    for checkpoint in complete[keep:]:
+    for checkpoint in complete[max_checkpoints:]:
         # Renamed before it is deleted, so that a crash leaves no half checkpoint under its name.
         renamed = output_dir / STAGING_FOLDER / f"{checkpoint.name}.deleted"
         renamed.parent.mkdir(exist_ok=True)

@@ -74,13 +74,15 @@ class CheckpointWriter:
     Every method but `describe_resume_point` is collective: all ranks call it together.
     """
 
-    def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
+    def __init__(
+        self, output_dir: Path, max_checkpoints: int | None, accelerator: Accelerator
+    ) -> None:
         """Create the writer; nothing is written yet.
 
-        `keep`: how many checkpoints to keep, TRL's `save_total_limit`; None: all.
+        `max_checkpoints`: how many to keep, TRL's `save_total_limit`; None: all.
         """
         self.output_dir = output_dir
-        self.keep = keep
+        self.max_checkpoints = max_checkpoints
         self.accelerator = accelerator
         # The optimizer step of the newest checkpoint that this process has written; None before it.
         self.last_saved_step: int | None = None
@@ -118,7 +120,7 @@ class CheckpointWriter:
                     written_files=names_of_all_ranks,
                 )
                 delete_old_run(self.output_dir)
-                store.delete_old_checkpoints(self.output_dir, self.keep)
+                store.delete_old_checkpoints(self.output_dir, self.max_checkpoints)
         except Exception as error:
             shutil.rmtree(staged_checkpoint, ignore_errors=True)
             if disk_is_full(error):

@@ -74,27 +74,31 @@ class BatchLayout:
 
         `micro_step`: the number of any micro-batch of the generation.
         """
-        first = micro_step - micro_step % self.micro_batches_per_generation
-        return range(first, first + self.micro_batches_per_generation)
+        first_micro_step = micro_step - micro_step % self.micro_batches_per_generation
+        return range(first_micro_step, first_micro_step + self.micro_batches_per_generation)
 
     def micro_step_correction(self, micro_step: int) -> int:
         """Return by how much to raise TRL's count of micro-batches after an optimizer step.
 
-        The last optimizer step of an epoch may have fewer micro-batches than the others, so that
-        the count ends in the middle of a step. The next epoch begins with a new step and a new
-        generation. The count therefore goes on at the next number at which both begin, as it does
-        in a run that resumes there. After any other step it needs no change, and 0 is returned.
+        The last optimizer step of an epoch may have fewer micro-batches than the others. TRL's
+        count then stands in the middle of a step, but the next epoch begins with a new step and a
+        new generation. So the count is raised to the next number at which a step and a generation
+        begin. A run that resumes there counts from the same number. After any other step the result
+        is 0.
 
         For example, let a step have 4 micro-batches and a generation 6. Both begin at every
-        twelfth number. An epoch that ends at 10 returns 2, and the next epoch begins at 12.
+        twelfth number. After an epoch that ends at 10 the result is 2, and the next epoch begins
+        at 12.
 
         `micro_step`: TRL's count, `_step`, right after an optimizer step.
         """
         if micro_step % self.gradient_accumulation_steps == 0:
             return 0
-        return -micro_step % math.lcm(
+        # Both begin at the multiples of this number.
+        common_multiple = math.lcm(
             self.gradient_accumulation_steps, self.micro_batches_per_generation
         )
+        return -micro_step % common_multiple  # the distance to the next multiple
 
     @property
     def optimizer_steps_per_generation(self) -> int:
@@ -120,10 +124,11 @@ class BatchLayout:
         In the last case neither number is a multiple of the other, so the steps end at different
         micro-batches in each generation.
         """
-        per_generation = self.steps_per_generation
-        per_step = self.gradient_accumulation_steps
-        one_divides_the_other = per_generation % per_step == 0 or per_step % per_generation == 0
-        return min(per_generation, per_step) if one_divides_the_other else 1
+        batches_per_generation = self.steps_per_generation
+        batches_per_step = self.gradient_accumulation_steps
+        smaller_count = min(batches_per_generation, batches_per_step)
+        larger_count = max(batches_per_generation, batches_per_step)
+        return smaller_count if larger_count % smaller_count == 0 else 1
 
     @property
     def optimizer_steps_per_pass(self) -> int:
@@ -235,13 +240,13 @@ def build_batch_layout(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
             f"of num_generations: {layout.num_generations}; make per_device_train_batch_size x "
             "processes x steps_per_generation a multiple of it"
         )
-    accumulated = layout.gradient_accumulation_steps
-    if layout.num_iterations > 1 and accumulated > layout.steps_per_generation:
+    accumulation_steps = layout.gradient_accumulation_steps
+    if layout.num_iterations > 1 and accumulation_steps > layout.steps_per_generation:
         raise UserError(
             f"num_iterations: {layout.num_iterations} with gradient_accumulation_steps: "
-            f"{accumulated} above steps_per_generation: {layout.steps_per_generation} computes the "
+            f"{accumulation_steps} above steps_per_generation: {layout.steps_per_generation} computes the "
             "gradient of the same rollouts again before the weights have changed; set "
-            f"steps_per_generation: {accumulated}, or num_iterations: 1"
+            f"steps_per_generation: {accumulation_steps}, or num_iterations: 1"
         )
     return layout
 

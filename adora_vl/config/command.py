@@ -78,16 +78,16 @@ class CliKey:
 class CliArgs:
     """A training command that was read: what the user has set, in the file or on the command line.
 
-    The keys that the user has set are in `converted` or in `raw`.
+    The keys that the user has set are in `converted_values` or in `raw_values`.
     """
 
     words: Sequence[str]
     """All words of the command line."""
     file: Path | None
     """The config file; None for a command that names none."""
-    converted: Mapping[str, Any]
+    converted_values: Mapping[str, Any]
     """The converted value of each key whose type is known without TRL."""
-    raw: Mapping[str, object]
+    raw_values: Mapping[str, object]
     """The values of the other keys, as `CliWords` or as the file has them.
 
     They are converted once TRL is imported.
@@ -96,7 +96,7 @@ class CliArgs:
     @property
     def set_keys(self) -> set[str]:
         """The keys that the user has set, in the file or on the command line."""
-        return {*self.converted, *self.raw}
+        return {*self.converted_values, *self.raw_values}
 
 
 def convert_cli_value(key: str, value: object, hint: Any) -> Any:
@@ -135,21 +135,26 @@ def parse_command(arguments: Sequence[str]) -> CliArgs:
         **annotations_of_keys(AdoraScriptArguments),
         **annotations_of_keys(AdoraKeys),
     }
-    converted: dict[str, Any] = {}
-    raw: dict[str, object] = {}
+    converted_values: dict[str, Any] = {}
+    raw_values: dict[str, object] = {}
     for key, value in values_from_user.items():
         if key in known_types:
-            converted[key] = convert_cli_value(key, value, known_types[key])
+            converted_values[key] = convert_cli_value(key, value, known_types[key])
         else:
-            raw[key] = value
-    if "output_dir" in converted:
-        refuse_unusable_output_dir(converted["output_dir"])
-    if "model_name_or_path" not in converted:
+            raw_values[key] = value
+    if "output_dir" in converted_values:
+        refuse_unusable_output_dir(converted_values["output_dir"])
+    if "model_name_or_path" not in converted_values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    return CliArgs(words=arguments, file=file, converted=converted, raw=raw)
+    return CliArgs(
+        words=arguments,
+        file=file,
+        converted_values=converted_values,
+        raw_values=raw_values,
+    )
 
 
 def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:

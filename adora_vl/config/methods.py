@@ -351,7 +351,7 @@ def check_methods_fit_sharding(config: AdoraGRPOConfig, sharding: Sharding) -> N
     """Raise `UserError` where ADORA is to scale the learning rate of a run with DeepSpeed."""
     adora = config.methods.by_name.get("adora")
     scales_learning_rate = isinstance(adora, Adora) and adora.assign == "rate"
-    if sharding.stage is not None and scales_learning_rate:
+    if sharding.zero_stage is not None and scales_learning_rate:
         raise UserError(
             "adora_method.adora.assign: rate does not work with DeepSpeed, which takes its "
             "optimizer step before its learning rate can be scaled; train without DeepSpeed or "

@@ -365,7 +365,7 @@ def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) ->
 
     Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
     """
-    converted_values = dict(cli_args.converted)
+    converted_values = dict(cli_args.converted_values)
     try:
         script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, converted_values)
         script_args = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
@@ -394,8 +394,8 @@ def _kwargs_for(
     """
     kwargs: dict[str, Any] = {}
     for key, hint in annotations_of_keys(config_class).items():
-        if key in cli_args.raw and key not in converted_values:
-            converted_values[key] = convert_cli_value(key, cli_args.raw[key], hint)
+        if key in cli_args.raw_values and key not in converted_values:
+            converted_values[key] = convert_cli_value(key, cli_args.raw_values[key], hint)
         if key in converted_values:
             kwargs[key] = converted_values[key]
     return kwargs

@@ -35,13 +35,13 @@ _CountOrZero = Annotated[int, Field(ge=0)]
 class Sharding:
     """How a run is spread over processes and machines.
 
-    `processes`: their number on all machines together. `stage`: DeepSpeed's ZeRO stage, 0 to 3;
-    None without DeepSpeed. `offload_optimizer`, `offload_parameters`: whether optimizer states and
-    weights lie in host memory.
+    `processes`: their number on all machines together. `zero_stage`: DeepSpeed's ZeRO stage, 0 to
+    3; None without DeepSpeed. `offload_optimizer`, `offload_parameters`: whether optimizer states
+    and weights lie in host memory.
     """
 
     processes: int = 1
-    stage: int | None = None
+    zero_stage: int | None = None
     offload_optimizer: bool = False
     offload_parameters: bool = False
     machines: int = 1
@@ -54,7 +54,7 @@ class Sharding:
     @property
     def name(self) -> str:
         """The sharding's name in a run's fingerprint: `zero1` to `zero3`, or `none`."""
-        return f"zero{self.stage}" if self.stage else "none"
+        return f"zero{self.zero_stage}" if self.zero_stage else "none"
 
     def describe(self) -> str:
         """Return the sharding in words, for a report.
@@ -64,7 +64,7 @@ class Sharding:
         processes = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.machines > 1:
             processes += f" on {self.machines} machines"
-        if self.stage is None:
+        if self.zero_stage is None:
             copies = "" if self.processes == 1 else ", each with a whole copy (DDP)"
             return f"{processes}, no sharding{copies}"
         in_host_memory: list[str] = []
@@ -72,7 +72,7 @@ class Sharding:
             in_host_memory.append("optimizer")
         if self.offload_parameters:
             in_host_memory.append("weights")
-        text = f"{processes}, DeepSpeed ZeRO-{self.stage}"
+        text = f"{processes}, DeepSpeed ZeRO-{self.zero_stage}"
         if in_host_memory:
             text += f", {' and '.join(in_host_memory)} in host memory"
         return text
@@ -125,10 +125,12 @@ def sharding_from_file(
             "zero_stage and the offload keys into the accelerate config"
         )
     # accelerate's default is 2
-    stage = convert(f"{error_prefix}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero)
+    zero_stage = convert(
+        f"{error_prefix}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero
+    )
     return Sharding(
         processes=processes,
-        stage=stage,
+        zero_stage=zero_stage,
         offload_optimizer=_is_device(deepspeed.get("offload_optimizer_device")),
         offload_parameters=_is_device(deepspeed.get("offload_param_device")),
         machines=machines,
@@ -202,10 +204,10 @@ def with_deepspeed(sharding: Sharding, plugin: DeepSpeedPlugin | None) -> Shardi
             `deepspeed`, or else from what `accelerate launch` sets; None without DeepSpeed.
     """
     if plugin is None:
-        return replace(sharding, stage=None, offload_optimizer=False, offload_parameters=False)
+        return replace(sharding, zero_stage=None, offload_optimizer=False, offload_parameters=False)
     return replace(
         sharding,
-        stage=plugin.zero_stage,
+        zero_stage=plugin.zero_stage,
         offload_optimizer=_is_device(plugin.offload_optimizer_device),
         offload_parameters=_is_device(plugin.offload_param_device),
     )

@@ -319,19 +319,21 @@ def refuse_unusable_keys(config: AdoraGRPOConfig, *, trl_evaluates: bool) -> Non
     `trl_evaluates`: whether TRL's own evaluation runs during training, on a data set that Python
     code has passed.
     """
-    order = config.train_sampling_strategy
+    sampling_strategy = config.train_sampling_strategy
     schedule = enum_value(config.lr_scheduler_type)
     if config.label_smoothing_factor != 0:
         raise UserError(
             f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "
             "a policy's loss; leave it out"
         )
-    if order == "sequential":
+    if sampling_strategy == "sequential":
         raise UserError(
             "train_sampling_strategy: sequential is not read here; set shuffle_dataset: false"
         )
-    if order != "random":
-        raise UserError(f"train_sampling_strategy: {order} would tear groups apart; leave it out")
+    if sampling_strategy != "random":
+        raise UserError(
+            f"train_sampling_strategy: {sampling_strategy} would tear groups apart; leave it out"
+        )
     if config.neftune_noise_alpha is not None:
         raise UserError(
             f"neftune_noise_alpha: {config.neftune_noise_alpha} puts noise into every ratio to the "

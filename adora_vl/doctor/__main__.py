@@ -127,7 +127,7 @@ def environment_checks(request: RunRequest, context: RunContext) -> list[Check]:
 
     config = request.config
     model = request.model.model_args
-    uses_deepspeed = context.sharding.stage is not None
+    uses_deepspeed = context.sharding.zero_stage is not None
     libraries = checks.check_optional_libraries(
         use_vllm=config.use_vllm,
         use_peft=model.use_peft,
@@ -197,7 +197,7 @@ def _room_check(run: ResolvedRun) -> Check:
     config = run.config
     checkpoint_bytes = predict_checkpoint_bytes(config, run.shape, run.context.sharding)
     model_bytes = run.shape.total_parameters * run.shape.bytes_per_weight
-    checkpoints = max_checkpoint_count(config, run.layout, run.data.rows)
+    checkpoints = max_checkpoint_count(config, run.layout, run.data.row_count)
     if checkpoints is None:
         # Without a limit, and of unknown length: the run needs room for one at least.
         checkpoints = 1

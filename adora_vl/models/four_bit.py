@@ -45,7 +45,7 @@ def check_four_bit(
     config: PretrainedConfig,
     peft_config: "PeftConfig",
     *,
-    stage: int | None,
+    zero_stage: int | None,
     runs_here: bool,
 ) -> bool:
     """Return whether the run trains on a base in 4 bits, and check that it can.
@@ -55,7 +55,7 @@ def check_four_bit(
         run: the config of the run.
         config: the config of the model.
         peft_config: the config of the adapter; None without an adapter.
-        stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
+        zero_stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
         runs_here: whether this machine will run it, so that packages must be installed.
 
     Raises:
@@ -77,7 +77,7 @@ def check_four_bit(
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
         raise UserError(f"{key} trains an adapter alone; set use_peft: true")
-    obstacle = _obstacle_to_four_bit(model, run, peft_config, stage)
+    obstacle = _obstacle_to_four_bit(model, run, peft_config, zero_stage)
     if obstacle is not None:
         raise UserError(f"{key} does not go with {obstacle}")
     packages = ["bitsandbytes"]
@@ -92,7 +92,7 @@ def check_four_bit(
 
 
 def _obstacle_to_four_bit(
-    model: ModelConfig, run: "GRPOConfig", peft_config: "PeftConfig", stage: int | None
+    model: ModelConfig, run: "GRPOConfig", peft_config: "PeftConfig", zero_stage: int | None
 ) -> str | None:
     """Return the first setting that a base in 4 bits excludes, with its remedy; None for none.
 
@@ -112,7 +112,7 @@ def _obstacle_to_four_bit(
             f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
             "does not read; leave it out",
         ),
-        (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
+        (zero_stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
         (adapter_kind != "LORA", f"an adapter of the kind {adapter_kind}; use LoRA"),
         (getattr(peft_config, "use_dora", None), "use_dora: true; leave it out"),
         (

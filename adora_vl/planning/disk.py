@@ -32,7 +32,7 @@ def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, shardin
     )
     # Without DeepSpeed, weights and Adam's moments have the dtype of the training. For an adapter
     # that is float32.
-    if sharding.stage is None:
+    if sharding.zero_stage is None:
         bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.bytes_per_weight
         model_bytes = saved_parameters * bytes_per_parameter
         optimizer_bytes = ADAM_MOMENTS * shape.trained_parameters * bytes_per_parameter
@@ -43,7 +43,7 @@ def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, shardin
     optimizer_bytes = shape.trained_parameters * master_and_moments_bytes
     # Under ZeRO-3 the module's file has only the weights that are not trained.
     module_parameters = shape.total_parameters
-    if sharding.stage >= 3:
+    if sharding.zero_stage >= 3:
         module_parameters -= shape.trained_parameters
     module_bytes = module_parameters * bytes_per_parameter
     return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES_BYTES

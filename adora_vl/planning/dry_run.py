@@ -52,7 +52,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     if not plan.fits:
         return 1
     # Without rows the data set is not on this machine.
-    if plan.rows is None:
+    if plan.row_count is None:
         names = " ".join(plan.script_args.dataset_name)
         print(f"First: prepare the data, {names} (python -m data_prep --help)", flush=True)
     print(f"Next: {training_command(plan, options.accelerate_config)}", flush=True)

@@ -260,9 +260,9 @@ def _rollout_phase(
         # memory.
         resident["weights"] -= shape.base_bytes(shape.bytes_per_weight)
     # DeepSpeed allocates its gradients once. Without it torch frees them after each step.
-    has_lasting_gradients = setup.sharding.stage is not None
+    has_lasting_gradients = setup.sharding.zero_stage is not None
     # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
-    gathers_for_engine = setup.sharding.stage == 3
+    gathers_for_engine = setup.sharding.zero_stage == 3
     return {
         **resident,
         "gradients": model_state.gradient_bytes if has_lasting_gradients else 0,

@@ -297,7 +297,7 @@ def memory_remedy(plan: DryRunPlan) -> str:
     has_cache = plan.prediction.phases.get("rollouts", {}).get("KV cache", 0) > 0
     if has_cache and utilization is None:
         changes.append("a lower vllm_gpu_memory_utilization")
-    if setup.sharding.stage == 3:
+    if setup.sharding.zero_stage == 3:
         changes.append("more machines (--machines N; docs/hardware.md)")
     if plan.prediction.peak_phase == "forward and backward":
         changes.append("a smaller per_device_train_batch_size or max_pixels")
@@ -311,19 +311,19 @@ def _smaller_weights(setup: MemorySetup) -> list[str]:
     sharding = setup.sharding
     trains_all_weights = not setup.shape.has_adapters
     changes: list[str] = []
-    if sharding.processes > 1 and sharding.stage != 3:
+    if sharding.processes > 1 and sharding.zero_stage != 3:
         changes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
-    if sharding.stage == 3 and not sharding.offload_optimizer:
+    if sharding.zero_stage == 3 and not sharding.offload_optimizer:
         changes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
     if setup.has_reference and trains_all_weights:
         changes.append("beta: 0.0 (no reference model)")
-    if trains_all_weights and sharding.stage is None:
+    if trains_all_weights and sharding.zero_stage is None:
         changes.append("use_peft: true")
         if sharding.processes == 1 and setup.on_gpu:
             changes.append(
                 "several GPUs (--accelerate-config configs/accelerate/zero3.yaml --processes N)"
             )
     in_16_bits = setup.shape.has_adapters and not setup.shape.four_bit_parameters
-    if in_16_bits and sharding.stage is None and setup.on_gpu:
+    if in_16_bits and sharding.zero_stage is None and setup.on_gpu:
         changes.append("load_in_4bit: true, as in configs/train/adora_3b_12gb.yaml")
     return changes

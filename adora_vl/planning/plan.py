@@ -47,8 +47,8 @@ class DryRunPlan:
     run: ResolvedRun
     script_args: AdoraScriptArguments
     lengths: PromptLengths
-    rows: int | None
-    """Rows that the run trains on; None where the dataset is not on this machine."""
+    row_count: int | None
+    """How many rows the run trains on; None where the dataset is not on this machine."""
     setup: MemorySetup
     """What the memory of the run depends on."""
     gpu_bytes: int
@@ -78,14 +78,14 @@ class DryRunPlan:
     @property
     def steps_per_epoch(self) -> int | None:
         """The optimizer steps of an epoch; None where the data set is not on this machine."""
-        if self.rows is None:
+        if self.row_count is None:
             return None
-        return self.run.layout.optimizer_steps_per_epoch(self.rows)
+        return self.run.layout.optimizer_steps_per_epoch(self.row_count)
 
     @property
     def total_steps(self) -> int | None:
         """The optimizer steps of the run; None where only the missing data set says it."""
-        return total_optimizer_steps(self.run.config, self.run.layout, self.rows)
+        return total_optimizer_steps(self.run.config, self.run.layout, self.row_count)
 
     @property
     def limit(self) -> ContextLimit | None:
@@ -98,7 +98,7 @@ class DryRunPlan:
     @property
     def checks(self) -> list[LengthCheck]:
         """The length checks of training and evaluation prompts; none without a data set."""
-        return self.run.prompts.length_filter.checks if self.rows is not None else []
+        return self.run.prompts.length_filter.checks if self.row_count is not None else []
 
     @property
     def max_image_tokens(self) -> int:
@@ -149,7 +149,7 @@ def make_plan(
         run=run,
         script_args=script_args,
         lengths=lengths,
-        rows=run.data.rows,
+        row_count=run.data.row_count,
         setup=setup,
         gpu_bytes=gpu.bytes,
         gpu_name=gpu.name,

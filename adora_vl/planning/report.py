@@ -66,7 +66,7 @@ def prompt_lines(plan: DryRunPlan) -> list[str]:
     It is the prompt of a multiple-choice row, if there is one. There is no section for a data set
     that is not on this machine.
     """
-    if not plan.rows:
+    if not plan.row_count:
         return []
     script_args = plan.script_args
     example_rows = []
@@ -168,7 +168,7 @@ def _other_process_count_lines(plan: DryRunPlan) -> list[str]:
 
 def _epoch_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on the numbers of rows, optimizer steps and epochs, as far as they are known."""
-    rows = plan.rows
+    rows = plan.row_count
     per_epoch = plan.steps_per_epoch
     total = plan.total_steps
     if rows is None or per_epoch is None:
@@ -212,7 +212,7 @@ def length_lines(plan: DryRunPlan) -> list[str]:
             f"{token_budget}; raise it to {max(longer_lengths)}."
         )
     title = "Prompts (assumed)"
-    if plan.rows:
+    if plan.row_count:
         title = f"Prompts ({pluralize(len(lengths.prompt_tokens), 'row')})"
     return report_section(title, lines)
 
@@ -222,7 +222,7 @@ def limit_lines(plan: DryRunPlan) -> list[str]:
     limit = plan.limit
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
-    if plan.rows is None:
+    if plan.row_count is None:
         longest_prompt = plan.lengths.longest_prompt
         answer_tokens = max(0, limit.tokens - longest_prompt)
         return [f"{limit.name} leaves such a prompt {answer_tokens} tokens for its answer."]
@@ -239,7 +239,7 @@ def disk_lines(plan: DryRunPlan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
     checkpoint_bytes = disk.predict_checkpoint_bytes(config, setup.shape, setup.sharding)
-    checkpoints = disk.max_checkpoint_count(config, plan.run.layout, plan.rows)
+    checkpoints = disk.max_checkpoint_count(config, plan.run.layout, plan.row_count)
     if checkpoints == 0:
         lines = ["No checkpoints on the way (save_strategy)."]
     elif checkpoints is None:
@@ -321,7 +321,7 @@ def report_values(plan: DryRunPlan) -> dict[str, Any]:
             "schedule": schedule,
             **learning_rates(plan.run.config, plan.total_steps),
         },
-        "rows": plan.rows,
+        "rows": plan.row_count,
         "prompt_tokens": _min_median_p95_max(plan.lengths.prompt_tokens),
         "image_tokens": _min_median_p95_max(plan.lengths.image_tokens),
         "overlong_prompts": sum(len(check.too_long_indices) for check in plan.checks),

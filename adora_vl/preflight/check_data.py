@@ -77,11 +77,11 @@ def check_rows(
             return _data_with_assumed_lengths(folders, missing[0], model, prompts, context)
         data = _load_command_data(request, script_args, folders, model, prompts, context)
         context.messages.notes.extend(_notes_on_tiny_model(request, folders))
-    if data.rows is None:
+    if data.row_count is None:
         # a stream
         return data
     try:
-        check_row_count(layout, data.rows)
+        check_row_count(layout, data.row_count)
     except UserError as error:
         # A dry run shows the memory all the same. Its last line is this error.
         if not context.dry_run:
@@ -96,7 +96,7 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     These models were trained on the built-in problems, and cannot learn from any others.
     """
     cli_args = request.cli_args
-    model_name = str(cli_args.converted.get("model_name_or_path")) if cli_args else ""
+    model_name = str(cli_args.converted_values.get("model_name_or_path")) if cli_args else ""
     manifests = [read_manifest(Path(folder)) for folder in folders]
     # A folder without a manifest has other data: whatever we draw has one.
     sources = [manifest.get("source") if manifest else None for manifest in manifests]
@@ -116,7 +116,7 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
 
     Raises `UserError`.
     """
-    datasets = request.rows
+    datasets = request.data_source
     assert isinstance(datasets, python_inputs.Datasets)
     train = python_inputs.with_tool_descriptions(datasets.train, prompts.schemas)
     evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, prompts.schemas)

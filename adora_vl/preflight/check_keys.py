@@ -211,9 +211,10 @@ _PARAMETERS_FOR_CONTINUED_ANSWERS = {
 def check_budget(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.budget`.
 
-    With this option a generation stops after so many tokens, and the next generation continues the
-    unfinished answers with newer weights. So the loss has to correct for the difference of the
-    weights, token by token. And a group has to stay together until its last answer is finished.
+    With this option a generation samples at most this many tokens of an answer. The next generation
+    continues the unfinished answers with newer weights. So the loss has to correct for the
+    difference of the weights, token by token. And a group has to stay together until its last
+    answer is finished.
     """
     budget = config.adora_rollouts.budget
     if budget is None:

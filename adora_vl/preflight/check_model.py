@@ -58,7 +58,7 @@ def check_model(
         config,
         model.config,
         model.peft_config,
-        stage=context.sharding.stage,
+        zero_stage=context.sharding.zero_stage,
         runs_here=context.on_this_machine,
     )
     model = replace(model, is_four_bit=is_in_four_bit)
@@ -70,7 +70,7 @@ def check_model(
         refuse_on_cpu(model.config, config.vllm_enable_sleep_mode)
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
     if model.continued_adapter is None and model_checks.loses_updates(
-        model_args, model.config, uses_deepspeed=context.sharding.stage is not None
+        model_args, model.config, uses_deepspeed=context.sharding.zero_stage is not None
     ):
         context.messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model
@@ -85,11 +85,11 @@ def _resolve_model(request: RunRequest, context: RunContext) -> ModelInfo:
     name = str(model_args.model_name_or_path or "")
     revision = model_args.model_revision
     peft_config = request.model.peft_config
-    if request.model.loaded is not None:
+    if request.model.loaded_model is not None:
         return ModelInfo(
             name=name,
             revision=revision,
-            config=request.model.loaded.config,
+            config=request.model.loaded_model.config,
             peft_config=peft_config,
         )
     adapters = _adapters_named_as_model(request, context)
@@ -208,7 +208,7 @@ def check_parts(
     if context.on_this_machine:
         model_checks.check_attention(model_args, init_kwargs)
     # A model that Python code has loaded, or None. It may have an adapter already.
-    loaded = request.model.loaded
+    loaded = request.model.loaded_model
     has_adapter = hasattr(loaded, "peft_config")
     if loaded is None:
         model_checks.check_init_arguments(model.config, init_kwargs)
@@ -265,7 +265,7 @@ def _check_reference(request: RunRequest, model: ModelInfo) -> None:
     model at first, as LoRA with its usual initialisation does not.
     """
     beta = request.config.beta
-    loaded = request.model.loaded
+    loaded = request.model.loaded_model
     if loaded is None:
         is_new = model.continued_adapter is None
         reference.check_adapter_start(model.peft_config, beta, is_new=is_new)
@@ -287,7 +287,7 @@ def check_model_files(request: RunRequest, model: ModelInfo, context: RunContext
     if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
     # A model that Python code has loaded has no files to check.
-    if request.model.loaded is not None:
+    if request.model.loaded_model is not None:
         return
     for folder_or_hub_id in model.folders_or_ids:
         check_weights("model_name_or_path", folder_or_hub_id)

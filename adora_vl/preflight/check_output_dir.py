@@ -43,7 +43,7 @@ def check_output_dir(
     Raises `UserError` for a folder of another run.
     """
     if not context.on_this_machine:
-        return OutputInfo(folder=None, start=StartPoint(checkpoint=None))
+        return OutputInfo(folder=None, start_point=StartPoint(checkpoint=None))
     config = request.config
     refuse_unusable_output_dir(config.output_dir)
     model_folders = [InputFolder("model_name_or_path", source) for source in model.folders_or_ids]
@@ -55,15 +55,15 @@ def check_output_dir(
     if context.output_dir_mode == "inspect":
         # The fingerprint reads all weights, so it is computed only if the folder has checkpoints.
         folder = RunFolder(config, fingerprint_of_run, input_folders)
-        start = folder.inspect(
+        start_point = folder.inspect(
             config.resume_from_checkpoint, has_data=data.train_dataset is not None
         )
-        return OutputInfo(folder=folder, start=start)
+        return OutputInfo(folder=folder, start_point=start_point)
     folder = RunFolder(config, fingerprint_of_run(), input_folders)
-    start = StartPoint(checkpoint=None)
+    start_point = StartPoint(checkpoint=None)
     if context.output_dir_mode == "lock":
-        start = folder.lock(config.resume_from_checkpoint)
-    return OutputInfo(folder=folder, start=start)
+        start_point = folder.lock(config.resume_from_checkpoint)
+    return OutputInfo(folder=folder, start_point=start_point)
 
 
 def compute_fingerprint_of_run(
@@ -85,7 +85,7 @@ def compute_fingerprint_of_run(
         context: Where the run takes place.
     """
     script_args = request.script_args
-    loaded_model = request.model.loaded
+    loaded_model = request.model.loaded_model
     model_id = model.name
     if loaded_model is not None:
         model_id = python_inputs.hash_model_object(loaded_model)

@@ -32,13 +32,13 @@ class ModelSource:
     """Where the policy comes from.
 
     `model_args`: TRL's model keys, its name and how it is loaded. `peft_config`: PEFT's config of
-    an adapter to make; None for none. `loaded`, `processor`: a model and a processor that Python
-    code passed as objects; None for those that are loaded by name.
+    an adapter to make; None for none. `loaded_model`, `processor`: a model and a processor that
+    Python code passed as objects; None for those that are loaded by name.
     """
 
     model_args: ModelConfig
     peft_config: PeftConfig | None = None
-    loaded: PreTrainedModel | None = None
+    loaded_model: PreTrainedModel | None = None
     processor: ProcessorMixin | None = None
 
 
@@ -46,8 +46,8 @@ class ModelSource:
 class RunRequest:
     """What a user asks for, whether by a command, a dry run or Python code.
 
-    `config`: the training keys. `model`: where the policy comes from. `rows`: the keys of a
-    command's data and rewards, or the data sets that Python code passed. `rewards`, `tools` and
+    `config`: the training keys. `model`: where the policy comes from. `data_source`: the keys of
+    a command's data and rewards, or the data sets that Python code passed. `rewards`, `tools` and
     `environment_factory`: objects of Python code; `tools` are added to those of the key, and
     `environment_factory` takes the key's place. `cli_args`: the command; None from Python.
     `max_rows`: the number of prompts whose length is measured; None: all.
@@ -55,7 +55,7 @@ class RunRequest:
 
     config: AdoraGRPOConfig
     model: ModelSource
-    rows: AdoraScriptArguments | Datasets
+    data_source: AdoraScriptArguments | Datasets
     rewards: object = None
     cli_args: CliArgs | None = None
     max_rows: int | None = None
@@ -65,7 +65,7 @@ class RunRequest:
     @property
     def script_args(self) -> AdoraScriptArguments | None:
         """The keys of a command's data and rewards; None from Python."""
-        return self.rows if isinstance(self.rows, AdoraScriptArguments) else None
+        return self.data_source if isinstance(self.data_source, AdoraScriptArguments) else None
 
     @property
     def environment(self) -> Callable[[], object] | str | None:
@@ -86,7 +86,7 @@ class RunRequest:
     @property
     def trl_evaluates(self) -> bool:
         """Whether TRL evaluates during training, on a data set that Python code passed."""
-        return isinstance(self.rows, Datasets) and self.rows.evaluate is not None
+        return isinstance(self.data_source, Datasets) and self.data_source.evaluate is not None
 
 
 def request_from_command(
@@ -110,7 +110,7 @@ def request_from_command(
     return RunRequest(
         config=configs.training,
         model=ModelSource(model_args=configs.model, peft_config=make_lora_config(configs.model)),
-        rows=configs.script_args,
+        data_source=configs.script_args,
         cli_args=cli_args,
         max_rows=max_rows,
     )
@@ -302,7 +302,7 @@ def model_source(
         model_args=model_args,
         # A copy, because PEFT writes the name of the base model into it.
         peft_config=deepcopy(peft_config),
-        loaded=loaded_model,
+        loaded_model=loaded_model,
         processor=processor,
     )
 

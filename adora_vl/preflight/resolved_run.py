@@ -122,7 +122,7 @@ class DataInfo:
     left_out_ids: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> int | None:
+    def row_count(self) -> int | None:
         """The number of rows to train on; None where they are a stream, or not here."""
         return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None
 
@@ -131,12 +131,12 @@ class DataInfo:
 class OutputInfo:
     """Where a run writes, and where it starts.
 
-    `folder`: the run's `output_dir`; None for a run on another machine. `start`: the first step, or
-    the checkpoint that the run resumes from.
+    `folder`: the run's `output_dir`; None for a run on another machine. `start_point`: the first
+    step, or the checkpoint that the run resumes from.
     """
 
     folder: RunFolder | None
-    start: StartPoint
+    start_point: StartPoint
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -261,8 +261,8 @@ class ResolvedRun:
         `resume_from_checkpoint`: the argument of `train`. Raises `UserError`, such as for a folder
         that another run has locked.
         """
-        start = self.folder.lock(resume_from_checkpoint, from_python=True)
-        return replace(self, output=OutputInfo(folder=self.folder, start=start))
+        start_point = self.folder.lock(resume_from_checkpoint, from_python=True)
+        return replace(self, output=OutputInfo(folder=self.folder, start_point=start_point))
 
     def manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json` when the run starts: its settings and inputs."""
@@ -272,7 +272,7 @@ class ResolvedRun:
             settings = [self.script_args, *settings]
         data = TrainingData(
             folders=list(self.data.folders) or ["Python"],
-            row_count=self.data.rows or 0,
+            row_count=self.data.row_count or 0,
             overlong_row_count=len(self.data.left_out_ids),
         )
         manifest = run_manifest(
@@ -282,7 +282,7 @@ class ResolvedRun:
             fingerprint=self.fingerprint,
             batch_plan=self.layout.describe(),
             processes=self.context.sharding.processes,
-            checkpoint=self.output.start.checkpoint,
+            checkpoint=self.output.start_point.checkpoint,
             user_code_hashes=self.user_code_hashes,
         )
         manifest["model"]["sees_images"] = sees_images(self.model.config)
@@ -297,7 +297,7 @@ class ResolvedRun:
         Under ZeRO-3, and with a base in 4 bits, merging is left to the user.
         """
         has_adapter = self.model.peft_config is not None or self.model.continued_adapter is not None
-        return has_adapter and self.context.sharding.stage != 3 and not self.model.is_four_bit
+        return has_adapter and self.context.sharding.zero_stage != 3 and not self.model.is_four_bit
 
     @property
     def finished_checkpoint(self) -> Path | None:
@@ -305,10 +305,10 @@ class ResolvedRun:
 
         Such a run is not started again, because Transformers would take one step more.
         """
-        if self.output.start.checkpoint is None:
+        if self.output.start_point.checkpoint is None:
             return None
-        checkpoint = Path(self.output.start.checkpoint)
-        total_steps = total_optimizer_steps(self.config, self.layout, self.data.rows)
+        checkpoint = Path(self.output.start_point.checkpoint)
+        total_steps = total_optimizer_steps(self.config, self.layout, self.data.row_count)
         is_last = (
             total_steps is not None and read_checkpoint_manifest(checkpoint)["step"] >= total_steps
         )
@@ -317,8 +317,8 @@ class ResolvedRun:
     def lines_before_start(self) -> list[str]:
         """Return the lines that describe the run before it starts."""
         problems = "a stream of problems"
-        if self.data.rows is not None:
-            problems = pluralize(self.data.rows, "training problem")
+        if self.data.row_count is not None:
+            problems = pluralize(self.data.row_count, "training problem")
         lines = [f"{problems}; {self.layout.describe()}"]
         note_on_processes = single_process_note()
         if note_on_processes:
@@ -329,7 +329,7 @@ class ResolvedRun:
             *notes_on_methods(self.config),
             *notes_on_filters(self.config),
             *extension_costs(self.extensions, self.config),
-            *self.output.start.notes,
+            *self.output.start_point.notes,
         ]
 
 

@@ -43,7 +43,7 @@ class _LockedStart(NamedTuple):
     rank.
     """
 
-    start: StartPoint
+    start_point: StartPoint
     fingerprint: Fingerprint
     token: str
 
@@ -73,7 +73,7 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.overwrite = config.overwrite_output_dir
         self._is_main_process = config.process_index == 0
-        self._ranks = config.world_size
+        self._rank_count = config.world_size
         self._fingerprint = fingerprint
         self._input_folders = input_folders
         self._locks: list[FileLock] = []
@@ -115,7 +115,7 @@ class RunFolder:
                 overwrite=self.overwrite,
                 run_fingerprint=fingerprint,
                 input_folders=self._input_folders,
-                clear=False,
+                clears_staging=False,
             )
 
         return self._decide_on_rank_zero(choose_start_without_lock)
@@ -144,7 +144,7 @@ class RunFolder:
             # A new run of Python code must not write over an earlier one, unless it says so.
             if from_python and not resume_from_checkpoint and not self.overwrite:
                 self._refuse_earlier_run()
-            start = choose_start_point(
+            start_point = choose_start_point(
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
@@ -155,12 +155,12 @@ class RunFolder:
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
             # Each rank looks for the token's file, which shows that all see the same disk.
-            token = create_token_file(self.path) if self._ranks > 1 else ""
-            return _LockedStart(start=start, fingerprint=self.fingerprint, token=token)
+            token = create_token_file(self.path) if self._rank_count > 1 else ""
+            return _LockedStart(start_point=start_point, fingerprint=self.fingerprint, token=token)
 
         try:
             locked_start = self._decide_on_rank_zero(lock_and_choose_start)
-            if self._ranks > 1:
+            if self._rank_count > 1:
                 check_ranks(
                     self.path,
                     token=locked_start.token,
@@ -170,7 +170,7 @@ class RunFolder:
         except UserError:
             self.release()
             raise
-        return locked_start.start
+        return locked_start.start_point
 
     def _refuse_earlier_run(self) -> None:
         """Raise `UserError` if the folder has a run that a new one would write over."""
@@ -207,7 +207,7 @@ class RunFolder:
             error_text = str(error)
         # `broadcast_object_list` replaces the entries on the other ranks.
         decision_and_error: list[Any] = [decision, error_text]
-        if self._ranks > 1:
+        if self._rank_count > 1:
             broadcast_object_list(decision_and_error)
         broadcast_decision, error_text = decision_and_error
         if error_text:

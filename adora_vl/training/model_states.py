@@ -59,22 +59,22 @@ def predict_state_bytes(
             master weights. Without it gradients and moments have the dtype of the weights, and
             those of a LoRA adapter are float32 (the default of PEFT).
     """
-    if sharding.stage is None:
+    if sharding.zero_stage is None:
         return _states_without_deepspeed(shape, sharding.processes, has_reference=has_reference)
     bytes_per_weight = 2 if mixed_precision else shape.bytes_per_weight
     ranks = sharding.processes
     # ZeRO-1 divides the optimizer states over the ranks, ZeRO-2 the gradients too, ZeRO-3 also the
     # weights.
-    optimizer_ranks = ranks if sharding.stage >= 1 else 1
-    gradient_ranks = ranks if sharding.stage >= 2 else 1
-    weight_ranks = ranks if sharding.stage >= 3 else 1
+    optimizer_ranks = ranks if sharding.zero_stage >= 1 else 1
+    gradient_ranks = ranks if sharding.zero_stage >= 2 else 1
+    weight_ranks = ranks if sharding.zero_stage >= 3 else 1
 
     weight_bytes = shape.total_parameters * bytes_per_weight // weight_ranks
     keeps_reference = has_reference and not shape.has_adapters
     gathered_weight_bytes = 0
-    if sharding.stage == 3 and ranks > 1:
+    if sharding.zero_stage == 3 and ranks > 1:
         gathered_weight_bytes = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
-    bucket_bytes = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.stage >= 2 else 0
+    bucket_bytes = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.zero_stage >= 2 else 0
     states = ModelStateBytes(
         weight_bytes=0 if sharding.offload_parameters else weight_bytes,
         gradient_bytes=bucket_bytes,
@@ -158,7 +158,7 @@ def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed_precision: bool) -
     """
     # DeepSpeed casts the weights, and so the residual stream, to the 16 bit dtype. torch's autocast
     # leaves both as they are.
-    weights_are_cast = sharding.stage is not None and mixed_precision
+    weights_are_cast = sharding.zero_stage is not None and mixed_precision
     return DtypeBytes(
         compute_bytes=2 if mixed_precision else shape.bytes_per_weight,
         residual_bytes=2 if weights_are_cast else shape.bytes_per_weight,

@@ -123,7 +123,7 @@ class RecomputedLayers:
         # Whether a micro-batch that runs out of memory is run once more. With several ranks it is
         # not, since a rank that repeats a pass alone leaves the others waiting. With TRL's adaptive
         # coefficient it is not, since TRL sums entropies in a pass and would count both tries.
-        is_single_process = self._accelerator.num_processes == 1 and sharding.stage is None
+        is_single_process = self._accelerator.num_processes == 1 and sharding.zero_stage is None
         self._can_retry = is_single_process and not config.use_adaptive_entropy
 
     def _activation_memory_of(
@@ -199,7 +199,7 @@ class RecomputedLayers:
 
         Without DeepSpeed no weights are gathered, and gradients that exist already do not count.
         """
-        if self._sharding.stage is None:
+        if self._sharding.zero_stage is None:
             return sum(
                 parameter.nbytes for parameter in self._trained_parameters if parameter.grad is None
             )

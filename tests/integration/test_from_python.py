@@ -611,7 +611,7 @@ def test_environments_may_say_the_problems_of_a_run_without_a_data_set(tmp_path)
     run = run_checks(request, RunContext.of_launch(args, "ignore"))
 
     assert run.rewards.entries == ("Riddle",)
-    assert run.data.rows == 16 / args.num_generations
+    assert run.data.row_count == 16 / args.num_generations
     assert run.data.train_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
     with pytest.raises(UserError, match="train_dataset: None.*leaves the length of the run open"):
         AdoraGRPOTrainer(

@@ -1129,7 +1129,7 @@ def test_the_key_deepspeed_divides_a_run_on_every_way(
     for name, entry_point in run_by_entry_point.items():
         with subtests.test(name):
             run = entry_point()
-            assert run.context.sharding == Sharding(stage=3, offload_optimizer=True)
+            assert run.context.sharding == Sharding(zero_stage=3, offload_optimizer=True)
             assert run.fingerprint["sharding"] == "zero3"
 
 

@@ -744,9 +744,9 @@ def test_no_learning_rate_is_scaled_with_deepspeed():
     config = parse_config(*RATE_ASSIGNMENT_ARGV)
     check_methods_fit_sharding(config, Sharding(processes=2))
     with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
-        check_methods_fit_sharding(config, Sharding(processes=2, stage=0))
+        check_methods_fit_sharding(config, Sharding(processes=2, zero_stage=0))
     default = parse_config("--adora_method.adora.assign", "criterion")
-    check_methods_fit_sharding(default, Sharding(processes=2, stage=3))
+    check_methods_fit_sharding(default, Sharding(processes=2, zero_stage=3))
 
 
 # Work in place of length

@@ -131,7 +131,7 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
         input_folders=(),
     )
     assert start.checkpoint is None
-    assert start.replaces
+    assert start.replaces_old_run
 
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
@@ -528,7 +528,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     write_checkpoint(tmp_path / OLD_RUN_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = FakeAccelerator()
-    writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
+    writer = CheckpointWriter(tmp_path, max_checkpoints=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.describe_checkpoint_damage(older) is None

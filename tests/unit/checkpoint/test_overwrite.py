@@ -99,7 +99,7 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
             input_folders=(),
         )
         assert start.checkpoint is None
-        assert start.replaces
+        assert start.replaces_old_run
         assert str(tmp_path / OLD_RUN_FOLDER) in start.notes[-1]
     assert names_of_files(tmp_path) == names_before
 
@@ -129,7 +129,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
         input_folders=(),
     )
     assert start.checkpoint == str(elsewhere)
-    assert start.replaces
+    assert start.replaces_old_run
     move_old_run_aside(run)
     assert elsewhere.is_dir()
     assert {name.removeprefix(f"{OLD_RUN_FOLDER}/") for name in names_of_files(run)} == names_before
@@ -228,7 +228,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
             overwrite=True,
             run_fingerprint=FINGERPRINT,
             input_folders=[InputFolder("model_name_or_path", str(elsewhere))],
-        ).replaces
+        ).replaces_old_run
 
 
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
@@ -253,7 +253,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
             input_folders=(),
         )
         assert start.checkpoint is None
-        if start.replaces:
+        if start.replaces_old_run:
             move_old_run_aside(run)
             assert not (run / "metrics.jsonl").exists()
         assert (run / OLD_RUN_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
@@ -308,7 +308,7 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         overwrite=True,
         run_fingerprint=FINGERPRINT,
         input_folders=(),
-    ).replaces
+    ).replaces_old_run
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
             is_late = clock.now - first_gap >= REPEATED_SIGNAL_S
             if is_late and number != signal.SIGHUP:
                 expected_kills.append(number)
-    assert run.received == first_number
+    assert run.received_signal == first_number
     assert kills == expected_kills
 
 
@@ -122,9 +122,9 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
     run = StopOnSignal()
     run.on_train_begin(None, STATE_AT_START, None)
     os.kill(os.getpid(), signal.SIGHUP)
-    assert (run.received == signal.SIGHUP) is elastic
+    assert (run.received_signal == signal.SIGHUP) is elastic
     os.kill(os.getpid(), signal.SIGTERM)
-    assert run.received is not None
+    assert run.received_signal is not None
 
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):

@@ -247,7 +247,12 @@ def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkey
     monkeypatch.setattr(command, "read_mapping", counting_read)
     cli_args = parse_command(["--config", str(tmp_path / "c.yaml"), "--model_name_or_path", "m"])
     counting_read.assert_called_once()
-    assert cli_args.converted["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
+    assert cli_args.converted_values["adora_reward"] == [
+        "accuracy",
+        {"judge": {"model": "m"}},
+        "a",
+        "b",
+    ]
 
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
@@ -287,7 +292,7 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         command = parse_command(
             ["--config", str(path), "--adora_method", method, "--model_name_or_path", "m"]
         )
-        assert command.converted["adora_method"] == expected
+        assert command.converted_values["adora_method"] == expected
     training_config = parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
     assert build_pipeline(training_config).keeps_trl_advantages
 

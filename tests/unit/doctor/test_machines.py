@@ -93,10 +93,10 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
     """Another number of machines keeps 8 processes on each, as the file for two machines has."""
     cases: list[Any] = [  # machines and processes of the command, expected sharding
-        (None, None, Sharding(processes=16, stage=3, machines=2)),
-        (4, None, Sharding(processes=32, stage=3, machines=4)),
-        (1, None, Sharding(processes=8, stage=3)),
-        (4, 8, Sharding(processes=8, stage=3, machines=4)),
+        (None, None, Sharding(processes=16, zero_stage=3, machines=2)),
+        (4, None, Sharding(processes=32, zero_stage=3, machines=4)),
+        (1, None, Sharding(processes=8, zero_stage=3)),
+        (4, 8, Sharding(processes=8, zero_stage=3, machines=4)),
     ]
     for machines, processes, expected in cases:
         with subtests.test(f"{machines} {processes}"):
@@ -519,7 +519,7 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             ):
                 lose_contact()
             writer = CheckpointWriter(
-                tmp_path / str(number), keep=None, accelerator=Accelerator(cpu=True)
+                tmp_path / str(number), max_checkpoints=None, accelerator=Accelerator(cpu=True)
             )
             with pytest.raises(
                 RunError, match="checkpoint-3 could not be written .*cannot be reached"

@@ -172,9 +172,9 @@ def test_sharding_is_read_from_the_shipped_files():
         for path in ACCELERATE_CONFIGS.glob("*.yaml")
     }
     assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
-    assert shardings["zero2"] == Sharding(processes=8, stage=2)
-    assert shardings["zero3"] == Sharding(processes=8, stage=3)
-    assert shardings["zero3_offload"] == Sharding(processes=8, stage=3, offload_optimizer=True)
+    assert shardings["zero2"] == Sharding(processes=8, zero_stage=2)
+    assert shardings["zero3"] == Sharding(processes=8, zero_stage=3)
+    assert shardings["zero3_offload"] == Sharding(processes=8, zero_stage=3, offload_optimizer=True)
     assert (
         sharding_from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4, machines=None).processes
         == 4
@@ -194,16 +194,16 @@ def test_sharding_is_read_from_what_accelerate_launch_tells(monkeypatch):
     """
     assert sharding_from_environment({"WORLD_SIZE": "4"}) == Sharding(processes=4)
     assert sharding_from_environment({}) == Sharding(processes=1)
-    assert with_deepspeed(Sharding(processes=4, stage=3), None) == Sharding(processes=4)
-    assert with_deepspeed(Sharding(), DeepSpeedPlugin()) == Sharding(stage=2)
+    assert with_deepspeed(Sharding(processes=4, zero_stage=3), None) == Sharding(processes=4)
+    assert with_deepspeed(Sharding(), DeepSpeedPlugin()) == Sharding(zero_stage=2)
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
     divided = with_deepspeed(Sharding(processes=4), DeepSpeedPlugin())
-    assert divided == Sharding(processes=4, stage=3, offload_optimizer=True)
+    assert divided == Sharding(processes=4, zero_stage=3, offload_optimizer=True)
     zero = {"stage": 1, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}}
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
-    assert with_deepspeed(Sharding(), plugin) == Sharding(stage=1, offload_parameters=True)
+    assert with_deepspeed(Sharding(), plugin) == Sharding(zero_stage=1, offload_parameters=True)
 
 
 def test_an_accelerate_file_that_cannot_be_used(case_folder):
@@ -247,14 +247,14 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     """
     total = shape_of_7b.total_parameters
     predicted_zero2 = predict_state_bytes(
-        shape_of_7b, Sharding(processes=8, stage=2), has_reference=True, mixed_precision=True
+        shape_of_7b, Sharding(processes=8, zero_stage=2), has_reference=True, mixed_precision=True
     )
     predicted_zero3 = predict_state_bytes(
-        shape_of_7b, Sharding(processes=8, stage=3), has_reference=True, mixed_precision=True
+        shape_of_7b, Sharding(processes=8, zero_stage=3), has_reference=True, mixed_precision=True
     )
     offloaded = predict_state_bytes(
         shape_of_7b,
-        Sharding(processes=8, stage=3, offload_optimizer=True),
+        Sharding(processes=8, zero_stage=3, offload_optimizer=True),
         has_reference=True,
         mixed_precision=True,
     )
@@ -275,7 +275,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     assert offloaded.host_optimizer_bytes == 18 * total // 8
     for sharding in (
         Sharding(processes=8),
-        Sharding(processes=8, stage=3),
+        Sharding(processes=8, zero_stage=3),
     ):
         with_adapters = predict_state_bytes(
             replace(shape_of_7b, has_adapters=True),
@@ -414,7 +414,7 @@ def plan_recipe(shape_of_7b) -> MemorySetup:
     )
     return MemorySetup(
         shape_of_7b,
-        Sharding(processes=8, stage=3, offload_optimizer=True),
+        Sharding(processes=8, zero_stage=3, offload_optimizer=True),
         PlannedMicroBatch(
             sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
         ),
@@ -431,7 +431,7 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
     """
     cases: list[Any] = [
         {"checkpointing": False},
-        {"sharding": Sharding(processes=8, stage=2)},
+        {"sharding": Sharding(processes=8, zero_stage=2)},
         {"sharding": Sharding(processes=1)},
         {
             "batch": PlannedMicroBatch(

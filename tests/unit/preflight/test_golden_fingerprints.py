@@ -113,7 +113,7 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
     request = RunRequest(
         config=config,
         model=source,
-        rows=Datasets(Dataset.from_list(rows * 8)),
+        data_source=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )
     run = run_checks(request, RunContext.of_launch(config, "ignore"))

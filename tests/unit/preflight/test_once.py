@@ -93,7 +93,7 @@ def start_from_python(output_dir: Path) -> None:
         model=model_source(
             "tiny", config=config, processor=None, peft_config=None, quantization_config=None
         ),
-        rows=Datasets(Dataset.from_list([row] * 8)),
+        data_source=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )
     run_checks(request, RunContext.of_launch(config, "ignore"))

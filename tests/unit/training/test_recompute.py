@@ -269,7 +269,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
 
     ranks = FakeAccelerator(num_processes=2, gather=gather)
     ample_bytes = 10**15  # with which this rank alone would recompute no layer
-    for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
+    for sharding in (Sharding(processes=2), Sharding(processes=2, zero_stage=3)):
         switch = recompute_switch(
             model,
             shape=shape_of(model),
@@ -366,7 +366,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
     two_ranks = FakeAccelerator(num_processes=2)
     cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two_ranks, "sharding": Sharding(processes=2)},
-        "DeepSpeed": {"sharding": Sharding(stage=3)},
+        "DeepSpeed": {"sharding": Sharding(zero_stage=3)},
     }
     for name, keys in cases.items():
         with subtests.test(name):
