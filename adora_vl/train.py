@@ -84,7 +84,7 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        with StartupLog(log, first=run.request.is_main_process, option="output_dir"):
+        with StartupLog(log, is_first_process=run.request.is_main_process, option="output_dir"):
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise

@@ -173,7 +173,7 @@ def build_methods(value: str | Mapping[str, Any], functions: Mapping[str, Any]) 
         if is_users_file(name):
             loaded = _load_from_file(name)
             hashes[loaded.file] = loaded.hash
-            method = _build_method(name, loaded.value, options)
+            method = _build_method(name, loaded.function_or_class, options)
         elif name in functions:
             hashes[name] = source_hash(functions[name])
             method = _build_method(name, functions[name], options)

@@ -219,7 +219,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         which could not be unpickled.
         """
         state = {name: value for name, value in vars(self).items() if name != "methods"}
-        return dict(without_secrets(state, hidden=None))
+        return dict(without_secrets(state, hidden_as=None))
 
     def __copy__(self) -> AdoraGRPOConfig:
         """Return a copy with secrets and methods, which a copy by `__getstate__` would lack."""

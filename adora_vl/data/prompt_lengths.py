@@ -96,11 +96,11 @@ def pixel_limits_of(
     size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
     high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
-    unit = published.unit
+    token_side = published.token_side
     vision_config = getattr(model, "vision_config", None)
     if family is not None and vision_config is not None:
-        unit = vision_config.patch_size * vision_config.spatial_merge_size
-    return PixelLimits(min_pixels=low, max_pixels=high, token_side=unit)
+        token_side = vision_config.patch_size * vision_config.spatial_merge_size
+    return PixelLimits(min_pixels=low, max_pixels=high, token_side=token_side)
 
 
 def assume_lengths(limits: PixelLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:

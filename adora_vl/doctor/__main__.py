@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from adora_vl.config.command import parse_command
 from adora_vl.rewards.choose import accepts_rounding, parse_reward_entries
 from adora_vl.rewards.entries import JUDGE
-from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
+from adora_vl.utils.checks import Check, as_json, failed, format_checks, is_checks_json, is_healthy
 from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, path_option, run_command
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json_output, naming_write_errors, replace_file
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             # Now, and not after minutes of checks.
             check_json_output(
-                "--json", path=options.json, kind="a table of the doctor", is_ours=is_table
+                "--json", path=options.json, kind="a table of the doctor", is_ours=is_checks_json
             )
         # A mistake in the command is found before torch is imported, which takes seconds.
         cli_args = parse_command(training_words)
         announce_imports(USUAL_IMPORT_S)
         checks.extend(diagnose(cli_args))
         if is_main_process:
-            print(table(checks), flush=True)
+            print(format_checks(checks), flush=True)
         if is_main_process and options.json is not None:
             with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
@@ -197,21 +197,21 @@ def _room_check(run: ResolvedRun) -> Check:
     config = run.config
     checkpoint_bytes = predict_checkpoint_bytes(config, run.shape, run.context.sharding)
     model_bytes = run.shape.total_parameters * run.shape.bytes_per_weight
-    checkpoints = max_checkpoint_count(config, run.layout, run.data.row_count)
-    if checkpoints is None:
+    checkpoint_count = max_checkpoint_count(config, run.layout, run.data.row_count)
+    if checkpoint_count is None:
         # Without a limit, and of unknown length: the run needs room for one at least.
-        checkpoints = 1
+        checkpoint_count = 1
     needed_bytes = max_run_folder_bytes(
         checkpoint_bytes,
-        model=model_bytes,
-        checkpoints=checkpoints,
+        model_bytes=model_bytes,
+        checkpoint_count=checkpoint_count,
         record_gb=config.adora_record_gb,
     )
     return check_room(
         Path(config.output_dir),
         needed=needed_bytes,
         checkpoint_bytes=checkpoint_bytes,
-        checkpoints=checkpoints,
+        checkpoints=checkpoint_count,
     )
 
 

@@ -38,7 +38,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
         is_matrix = len(_unsharded_shape(parameter)) >= 2
         if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
             candidates.append(NamedParameter(name, parameter))
-    projector_names = [family.projector[0] for family in vision_by_model_type().values()]
+    projector_names = [family.projector_name_parts[0] for family in vision_by_model_type().values()]
     in_projector = []
     for candidate in candidates:
         if any(projector_name in candidate.name for projector_name in projector_names):

@@ -50,10 +50,10 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
     if name in BENCHMARK_NAMES:
         return load_shipped_benchmark(name)
     if is_users_file(name):
-        user_file = load_from_file(
+        loaded = load_from_file(
             key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
         )
-        benchmark: Benchmark = replace(user_file.value, file=user_file.hash)
+        benchmark: Benchmark = replace(loaded.function_or_class, file=loaded.hash)
         return benchmark
     names = (*BENCHMARK_NAMES, *extra_names)
     suggestion = did_you_mean(name, names)

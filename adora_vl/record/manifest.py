@@ -107,7 +107,8 @@ TITLE_BY_METHOD = {
     "dapo": "DAPO",
     "daro": "DARO",
 }
-# Losses that differ only in how they average; methods set them, so that they are no addition
+# GRPO's loss under its averages over tokens. A method may choose the average, so none of these is
+# named as an addition to the methods
 _GRPO_LOSSES = (
     "grpo",
     "bnpo",
@@ -183,8 +184,8 @@ def _adora_title(config: Mapping[str, Any]) -> str:
 def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     """Return in words what a run has beside its methods: its loss, extensions, tools, environment.
 
-    Any method can be combined with them. The list is empty where the run has none of them. For
-    example: `["CISPO loss", "tools zoom, calculate"]`.
+    The list is empty where the run has none of them. For example: `["CISPO loss", "tools zoom,
+    calculate"]`.
     """
     loss = str(config.get("loss_type") or "grpo")
     extensions = config.get("adora_extensions") or {}

@@ -87,7 +87,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             output_dir=Path(config.output_dir),
             limit_gb=config.adora_record_gb,
             settings=settings,
-            ranks=accelerator.num_processes,
+            rank_count=accelerator.num_processes,
         )
 
     def number_next_rollouts(self, count: int) -> Tensor:

@@ -80,8 +80,8 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         return None
     first_lines, last_lines = first_and_last_fifth(lines)
     step_samples = _MetricSamples(
-        first=[float(line[key]) for line in first_lines],
-        last=[float(line[key]) for line in last_lines],
+        first_fifth=[float(line[key]) for line in first_lines],
+        last_fifth=[float(line[key]) for line in last_lines],
         unit="logged step",
     )
     # A line has the metrics of all steps since the line before it.
@@ -93,8 +93,8 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         key=key,
     )
     return _change_with_interval(
-        first_mean=fmean(step_samples.first),
-        last_mean=fmean(step_samples.last),
+        first_mean=fmean(step_samples.first_fifth),
+        last_mean=fmean(step_samples.last_fifth),
         samples=group_samples or step_samples,
         is_share=key == PASS_RATE_KEY,
     )
@@ -109,8 +109,8 @@ def first_and_last_fifth(values: Sequence[_Value]) -> tuple[Sequence[_Value], Se
 class _MetricSamples(NamedTuple):
     """The values of a metric in the first and in the last fifth of the logged steps."""
 
-    first: list[float]
-    last: list[float]
+    first_fifth: list[float]
+    last_fifth: list[float]
     unit: str
     """What has one value each: `group` or `logged step`."""
 
@@ -125,11 +125,11 @@ def _change_with_interval(
     There is no interval where one side has fewer than two samples, or where the samples of each
     side are equal. A share (`is_share`) changes by at most 1, where the interval ends too.
     """
-    first_count = len(samples.first)
-    last_count = len(samples.last)
+    first_count = len(samples.first_fifth)
+    last_count = len(samples.last_fifth)
     interval = None
     if min(first_count, last_count) >= 2:
-        interval = welch_interval(samples.first, samples.last)
+        interval = welch_interval(samples.first_fifth, samples.last_fifth)
     if interval is None:
         return Difference(first=first_mean, second=last_mean, over="no interval")
     low, high = interval
@@ -173,11 +173,11 @@ def _recorded_groups(
     first_groups = groups.filter(pc.field("step") <= end_of_first_fifth)
     last_groups = groups.filter(pc.field("step") >= begin_of_last_fifth)
     samples = _MetricSamples(
-        first=first_groups["mean"].to_pylist(),
-        last=last_groups["mean"].to_pylist(),
+        first_fifth=first_groups["mean"].to_pylist(),
+        last_fifth=last_groups["mean"].to_pylist(),
         unit="group",
     )
-    has_both = bool(samples.first) and bool(samples.last)
+    has_both = bool(samples.first_fifth) and bool(samples.last_fifth)
     return samples if has_both else None
 
 

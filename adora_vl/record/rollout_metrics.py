@@ -103,8 +103,8 @@ class TieNotice:
         if has_enough_groups and has_many_ties:
             self._is_silent = True
             tqdm.write(
-                f"{self._tied_groups} of {self._groups_that_may_tie} attenuated groups are ties: their longest right "
-                "answer is exactly as long as the mean of the wrong ones, so length says nothing "
+                f"{self._tied_groups} of {self._groups_that_may_tie} attenuated groups are ties: "
+                "their longest right answer is exactly as long as the mean of the wrong ones, so length says nothing "
                 "there. The reference attenuates them too; adora_method.adora.ties: keep leaves "
                 "them their weight",
                 file=sys.stderr,

@@ -178,7 +178,7 @@ class RolloutStore:
     """
 
     def __init__(
-        self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
+        self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], rank_count: int = 1
     ) -> None:
         """Build an empty record; nothing is read or written yet.
 
@@ -187,7 +187,7 @@ class RolloutStore:
             limit_gb: the largest size of the record, in GB: half of it for the rollouts, half for
                 their diagrams.
             settings: settings of the run, which stand in every file of the record.
-            ranks: how many ranks share the half for diagrams, as each of them writes its own.
+            rank_count: how many ranks share the half for diagrams, as each of them writes its own.
         """
         self.folder = output_dir / ROLLOUTS_FOLDER
         self._limit_bytes = limit_gb * 1e9 / 2
@@ -197,7 +197,7 @@ class RolloutStore:
         # for each of them the numbers by which its rows are found again
         self._rollout_numbers_of_batches: list[Sequence[int]] = []
         self.diagrams = DiagramStore(
-            self.folder / IMAGES_FOLDER, limit_bytes=self._limit_bytes / ranks
+            self.folder / IMAGES_FOLDER, limit_bytes=self._limit_bytes / rank_count
         )
         # why recording has ended: the message of the disk; None while it goes on
         self.failure_reason: str | None = None
@@ -221,7 +221,7 @@ class RolloutStore:
         the groups 3, 3, 4, 4 and the rollouts 0, 1, 0, 1.
 
         Args:
-            columns: the values of the rollouts of all ranks by column, group after group. The
+            columns: the values of the rollouts of all rank_count by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
             rollout_numbers: a number of each rollout, by which `fill_in_column` finds it; empty

@@ -55,14 +55,14 @@ _LINE_TEMPLATE_BY_FORMAT: dict[MetricFormat, str] = {
 class LoggedMetric:
     """A metric of the log.
 
-    `key`: its name there. `title`: in tables. `format`: how a value is written. `short`: its title
-    in a line; empty is `title`.
+    `key`: its name there. `title`: in tables. `format`: how a value is written.
+    `short_title`: its title in the progress line; empty where `title` stands there too.
     """
 
     key: str
     title: str
     format: MetricFormat = "number"
-    short: str = ""
+    short_title: str = ""
 
     def format_for_table(self, value: float) -> str:
         """Return the value as text for a table."""
@@ -74,7 +74,7 @@ class LoggedMetric:
         # A share is rounded to whole per cents. A small one would become 0 %, so it gets a decimal.
         if self.format == "share" and 0 < value < 0.1:
             number = self.format_for_table(value)
-        return f"{self.short or self.title} {number}"
+        return f"{self.short_title or self.title} {number}"
 
 
 METRIC_BY_KEY: Mapping[str, LoggedMetric] = {
@@ -82,12 +82,12 @@ METRIC_BY_KEY: Mapping[str, LoggedMetric] = {
     for metric in (
         LoggedMetric(key="reward", title="reward"),
         LoggedMetric(key=MISSING_REWARD_KEY, title="without reward", format="share"),
-        LoggedMetric(key=PASS_RATE_KEY, title="pass rate", format="share", short="pass"),
+        LoggedMetric(key=PASS_RATE_KEY, title="pass rate", format="share", short_title="pass"),
         LoggedMetric(key=ACCURACY_KEY, title="accuracy", format="share"),
         LoggedMetric(key="grading/worked", title="answers with a solution", format="share"),
         LoggedMetric(key="steps/new", title="answers with a true step", format="share"),
         LoggedMetric(key="steps/lucky", title="right by luck", format="share"),
-        LoggedMetric(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
+        LoggedMetric(key="adora/tds_share", title="TDS share", format="share", short_title="TDS"),
         LoggedMetric(key="adora/weight_mean", title="mean weight"),
         LoggedMetric(key="completions/mean_length", title="length", format="tokens"),
         LoggedMetric(key="adora/length_correct", title="length, right", format="tokens"),
@@ -96,7 +96,9 @@ METRIC_BY_KEY: Mapping[str, LoggedMetric] = {
         LoggedMetric(key="loss", title="loss"),
         LoggedMetric(key="kl", title="KL"),
         LoggedMetric(key="grad_norm", title="gradient norm"),
-        LoggedMetric(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
+        LoggedMetric(
+            key="adora/drift", title="engine drift, nats", format="nats", short_title="drift"
+        ),
         LoggedMetric(key="adora/staleness", title="age in generations"),
         LoggedMetric(key="tools/call_frequency", title="calls a rollout"),
         LoggedMetric(key="tools/failure_frequency", title="failed calls", format="share"),
@@ -140,74 +142,79 @@ class Chart:
     """A chart of the page of a run, over its steps."""
 
     title: str
-    series: tuple[tuple[str, str], ...]
-    """A line of the chart each: the metric's key in the log, and its label in the legend, which is
-    empty where the chart has one line only."""
-    zero: bool = False
+    lines: tuple[tuple[str, str], ...]
+    """For each line of the chart the key of its metric in the log, and its label in the legend. The
+    label is empty where the chart has one line only."""
+    begins_at_zero: bool = False
     """Whether the scale begins at 0."""
-    optional: bool = False
+    is_optional: bool = False
     """Whether most runs do not log it: the page leaves out an empty chart of this sort, and says of
     any other that it was not logged."""
 
 
 CHARTS = (
-    Chart(title="Reward", series=(("reward", ""),), zero=True),
-    Chart(title="Share of answers with a step-by-step solution", series=(("grading/worked", ""),)),
+    Chart(title="Reward", lines=(("reward", ""),), begins_at_zero=True),
+    Chart(title="Share of answers with a step-by-step solution", lines=(("grading/worked", ""),)),
     Chart(
         title="Share of answers with a true step, and of right ones by luck",
-        series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
-        optional=True,
+        lines=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
+        is_optional=True,
     ),
-    Chart(title="Pass rate", series=((PASS_RATE_KEY, ""),)),
-    Chart(title="Accuracy in training", series=((ACCURACY_KEY, ""),)),
+    Chart(title="Pass rate", lines=((PASS_RATE_KEY, ""),)),
+    Chart(title="Accuracy in training", lines=((ACCURACY_KEY, ""),)),
     Chart(
         title="Length in tokens, right and wrong",
-        series=(("adora/length_correct", "right"), ("adora/length_wrong", "wrong")),
+        lines=(("adora/length_correct", "right"), ("adora/length_wrong", "wrong")),
     ),
-    Chart(title="Share of TDS prompts", series=(("adora/tds_share", ""),)),
-    Chart(title="Entropy, nats per token", series=(("entropy", ""),), zero=True),
-    Chart(title="Loss", series=(("loss", ""),)),
-    Chart(title="KL to the reference", series=(("kl", ""),), zero=True),
-    Chart(title="Gradient norm", series=(("grad_norm", ""),), zero=True),
+    Chart(title="Share of TDS prompts", lines=(("adora/tds_share", ""),)),
+    Chart(title="Entropy, nats per token", lines=(("entropy", ""),), begins_at_zero=True),
+    Chart(title="Loss", lines=(("loss", ""),)),
+    Chart(title="KL to the reference", lines=(("kl", ""),), begins_at_zero=True),
+    Chart(title="Gradient norm", lines=(("grad_norm", ""),), begins_at_zero=True),
     Chart(
         title="Drift of engine and trainer, nats per token",
-        series=(("adora/drift", ""),),
-        zero=True,
+        lines=(("adora/drift", ""),),
+        begins_at_zero=True,
     ),
     Chart(
         title="Age of the rollouts in generations",
-        series=(("adora/staleness", ""),),
-        zero=True,
-        optional=True,
+        lines=(("adora/staleness", ""),),
+        begins_at_zero=True,
+        is_optional=True,
     ),
     Chart(
         title="Calls of tools a rollout",
-        series=(("tools/call_frequency", ""),),
-        zero=True,
-        optional=True,
+        lines=(("tools/call_frequency", ""),),
+        begins_at_zero=True,
+        is_optional=True,
     ),
     Chart(
         title="Share of calls that fail, and of rollouts that end unanswered",
-        series=(
+        lines=(
             ("tools/failure_frequency", "failed"),
             ("adora/unanswered_calls", "unanswered"),
         ),
-        optional=True,
+        is_optional=True,
     ),
     Chart(
         title="Reward with a call minus without, in one group",
-        series=(("adora/tool_gain", ""),),
-        optional=True,
+        lines=(("adora/tool_gain", ""),),
+        is_optional=True,
     ),
-    Chart(title="Seconds in tools", series=(("adora/tools_s", ""),), zero=True, optional=True),
+    Chart(
+        title="Seconds in tools",
+        lines=(("adora/tools_s", ""),),
+        begins_at_zero=True,
+        is_optional=True,
+    ),
     Chart(
         title="Seconds waited",
-        series=(
+        lines=(
             ("adora/trainer_waited_s", "by the trainer"),
             ("adora/servers_waited_s", "by the servers"),
         ),
-        zero=True,
-        optional=True,
+        begins_at_zero=True,
+        is_optional=True,
     ),
 )
 
@@ -220,13 +227,13 @@ def page_metrics() -> dict[str, Any]:
     charts = []
     for chart in CHARTS:
         # All lines of a chart have the same format, so the first one decides.
-        first_key, _ = chart.series[0]
+        first_key, _ = chart.lines[0]
         charts.append(
             {
                 "title": chart.title,
-                "keys": chart.series,
-                "zero": chart.zero,
-                "optional": chart.optional,
+                "keys": chart.lines,
+                "zero": chart.begins_at_zero,
+                "optional": chart.is_optional,
                 "share": METRIC_BY_KEY[first_key].format == "share",
             }
         )

@@ -82,6 +82,7 @@ def _evaluator_words(benchmark: str) -> list[str]:
     `eval/` of the user's own, Python would run the user's. Then the installed command `adora-vl` is
     returned, which does not look into the current folder.
     """
+    # In a checkout of this project `eval/` is its own folder of benchmarks, which may be run.
     for module in (Path("eval.py"), Path("eval/__init__.py")):
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:

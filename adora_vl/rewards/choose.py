@@ -304,7 +304,9 @@ def choose_rewards(
         if isinstance(options, Mapping):  # a user's function, whose options are not converted
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
-            function = as_trl_reward_function(bind_options(name, user_function.value, options))
+            function = as_trl_reward_function(
+                bind_options(name, user_function.function_or_class, options)
+            )
             functions.append(function)
             function_names.append(name_without_file(name))
             continue

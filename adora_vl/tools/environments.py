@@ -227,7 +227,7 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
     if isinstance(factory, str):
         user_class = load_from_file(key=ENVIRONMENT_KEY, entry=factory, noun="class", fits=callable)
         return Environments(
-            factory=user_class.value,
+            factory=user_class.function_or_class,
             hashes={user_class.file: user_class.hash},
             seconds=seconds,
         )

@@ -142,9 +142,9 @@ def _find_tool(entry: str | Callable[..., Any]) -> _NamedTool:
     if is_users_file(entry):
         user_function = load_from_file("tools", entry)
         return _NamedTool(
-            user_function.value.__name__,
+            user_function.function_or_class.__name__,
             label=entry,
-            function=user_function.value,
+            function=user_function.function_or_class,
             hashes={user_function.file: user_function.hash},
         )
     if entry in BUILT_IN_TOOLS:

@@ -120,7 +120,7 @@ def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
                 f"{EXTENSIONS_KEY}: two entries have the name {name!r}; rename one of the classes"
             )
         extension: Extension = convert(
-            f"{EXTENSIONS_KEY}.{name}", options, _load_extension_class(entry).value
+            f"{EXTENSIONS_KEY}.{name}", options, _load_extension_class(entry).function_or_class
         )
         if extension.changes_images and not config.use_vllm:
             raise UserError(

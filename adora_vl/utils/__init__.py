@@ -1,3 +1,4 @@
-"""What everything may use and what knows nothing of training: errors, files, the command line, the
-machine.
+"""Helpers that any package of this project may use: for errors, files, the command line and more.
+
+None of them knows what a training is.
 """

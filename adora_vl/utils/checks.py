@@ -51,7 +51,7 @@ def failed(name: str, detail: str, remedy: str) -> Check:
 _MARK_BY_STATUS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
-def table(checks: Sequence[Check]) -> str:
+def format_checks(checks: Sequence[Check]) -> str:
     """Return the results of checks as text: a line each, and the number of checks by status.
 
     The remedy of a failure stands in a line below it. For example:
@@ -78,7 +78,7 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [asdict(check) for check in checks]
 
 
-def is_table(content: object) -> bool:
+def is_checks_json(content: object) -> bool:
     """Return whether the content of a JSON file was written by `as_json`.
 
     It may raise `AttributeError` for a list of something else than objects.

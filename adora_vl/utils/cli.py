@@ -295,7 +295,7 @@ def number_between(
     """Return a function for `type=` of argparse, which converts a text to a float within bounds.
 
     `also`: one more number that is allowed outside of the bounds; None for no other. For example,
-    `number(1, 10, also=0)` takes `0` and `2.5`, and refuses `0.5`.
+    `number_between(1, 10, also=0)` takes `0` and `2.5`, and refuses `0.5`.
     """
 
     def convert(text: str) -> float:

@@ -474,8 +474,9 @@ def check_json_output(option: str, path: Path, kind: str, is_ours: Callable[[Any
             raise where the content has another form.
     """
     check_folder(option, path.parent)
-    # A path that is neither a file nor a folder, such as /dev/stdout, is written to directly.
-    if not path.exists() or not (path.is_file() or path.is_dir()):
+    # Something else than a file or a folder, such as /dev/stdout, is written to directly.
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    if is_special or not path.exists():
         return
     try:
         content = path.read_bytes()

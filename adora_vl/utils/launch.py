@@ -227,7 +227,7 @@ def release_killed_builds() -> None:
 
 _WATCH_INTERVAL_S = 1.0
 # torchrun's option, which accelerate takes from `deepspeed_config` of its file
-_SHUTDOWN_TIMEOUT = "shutdown_timeout"
+_SHUTDOWN_TIMEOUT_KEY = "shutdown_timeout"
 _SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
 SHORT_SHUTDOWN_WARNING = (
     "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a "
@@ -265,8 +265,8 @@ def single_process_note() -> str:
     at which several processes would meet, but no WORLD_SIZE.
     """
     wants_several = "ACCELERATE_DYNAMO_MODE" in os.environ and "MASTER_ADDR" in os.environ
-    has_number = any(name.endswith("WORLD_SIZE") for name in os.environ)
-    if not wants_several or has_number or under_elastic():
+    has_process_count = any(name.endswith("WORLD_SIZE") for name in os.environ)
+    if not wants_several or has_process_count or under_elastic():
         return ""
     return (
         "accelerate was asked for several processes and has started one, by distributed_type: "
@@ -286,7 +286,7 @@ def launcher_kills_early() -> bool:
         return False
     # accelerate lists the keys of `deepspeed_config` in its file here
     config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    return _SHUTDOWN_TIMEOUT not in config_keys
+    return _SHUTDOWN_TIMEOUT_KEY not in config_keys
 
 
 def end_with_launcher() -> None:
@@ -306,11 +306,11 @@ def send_hangup_when_orphaned() -> None:
     A parent that was started with nohup ignores SIGHUP, and so do its children; SIGTERM is sent
     then.
     """
-    parent = os.getppid()
+    parent_pid = os.getppid()
 
     def signal_when_orphaned() -> None:
-        """End this process when its parent is gone."""
-        while os.getppid() == parent:
+        """Wait until the parent is gone, and send the signal then."""
+        while os.getppid() == parent_pid:
             time.sleep(_WATCH_INTERVAL_S)
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM if ignores_hangup else signal.SIGHUP)
@@ -354,26 +354,28 @@ class StartupLog:
     grow either, a `UserError` is raised for it.
     """
 
-    def __init__(self, path: Path, *, first: bool = False, option: str = "output") -> None:
+    def __init__(
+        self, path: Path, *, is_first_process: bool = False, option: str = "output"
+    ) -> None:
         """Create the log.
 
         Args:
             path: the file, which all processes of a run share.
-            first: whether this is the first process, which empties the file; the others add to it.
+            is_first_process: whether this process empties the file; the others add to it.
             option: the option that names the file's folder, for a message.
         """
         self.path = path
-        self.first = first
+        self.is_first_process = is_first_process
         self.option = option
         # copies of stdout's and stderr's descriptors while the log is open; empty before and after
         self._screen_descriptors: list[int] = []
-        # size of the file when this process opened it
+        # index of the first byte that this process writes: the size of the file when it is opened
         self._first_byte = 0
 
     def __enter__(self) -> StartupLog:
         """Send both outputs to the log; where it cannot be written they stay as they are."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        if self.first:
+        if self.is_first_process:
             flags |= os.O_TRUNC
         try:
             log_descriptor = os.open(self.path, flags, 0o644)

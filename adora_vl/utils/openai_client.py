@@ -67,7 +67,7 @@ _NO_LIST_ERRORS = (
 # They are told to change and filter nothing. Other servers may refuse fields that OpenAI does not
 # have.
 SERVERS_WITH_MODEL_DEFAULTS = ("vllm", "sglang")
-PLAIN_SAMPLING: Mapping[str, float] = {
+NEUTRAL_SAMPLING_FIELDS: Mapping[str, float] = {
     "top_p": 1.0,
     "top_k": -1,
     "min_p": 0.0,
@@ -214,11 +214,12 @@ class ChatClient:
         self._http = HttpClient(f"{endpoint.url.rstrip('/')}/chat/completions")
         self.budget = budget
         # how many calls were made; several threads count them under the lock
-        self.calls = 0
+        self.call_count = 0
         self._lock = threading.Lock()
-        # What `ask` adds to a request; None until the server was asked what it is.
-        self._plain_sampling: dict[str, float] | None = None
-        self._plain_sampling_lock = threading.Lock()
+        # The fields that `ask` adds to a request; None until the server was asked which program it
+        # is.
+        self._neutral_sampling: dict[str, float] | None = None
+        self._neutral_sampling_lock = threading.Lock()
         self._has_answered = False
         # how many calls the server has forbidden (HTTP 403) since its last answer
         self._forbidden_calls = 0
@@ -269,20 +270,21 @@ class ChatClient:
         """Return fields for a request with which the server samples from the model's distribution.
 
         vLLM and SGLang would otherwise take `top_k`, penalties and the like from the model's own
-        generation config (`PLAIN_SAMPLING`). The result is empty for other servers. A field that
-        the user has set for the endpoint is left out. The server is asked once which program it is.
+        generation config (`NEUTRAL_SAMPLING_FIELDS`). The result is empty for other servers. A
+        field that the user has set for the endpoint is left out. The server is asked once which
+        program it is.
 
         The fields are not in the key of the cache, since the cache is read without asking the
         server.
         """
-        with self._plain_sampling_lock:
-            if self._plain_sampling is None:
-                self._plain_sampling = {}
+        with self._neutral_sampling_lock:
+            if self._neutral_sampling is None:
+                self._neutral_sampling = {}
                 if self.detect_server_program() in SERVERS_WITH_MODEL_DEFAULTS:
-                    for name, value in PLAIN_SAMPLING.items():
+                    for name, value in NEUTRAL_SAMPLING_FIELDS.items():
                         if name not in self._fields:
-                            self._plain_sampling[name] = value
-            return self._plain_sampling
+                            self._neutral_sampling[name] = value
+            return self._neutral_sampling
 
     def check_server(self, option: str) -> None:
         """Raise `UserError` if a call of `ask` has failed so that no further call can succeed.
@@ -420,11 +422,11 @@ class ChatClient:
             EndpointError: the budget is used up, the call failed, or the reply has another form.
         """
         with self._lock:
-            if self.budget is not None and self.calls >= self.budget:
+            if self.budget is not None and self.call_count >= self.budget:
                 raise EndpointError(
                     f"the budget of {self.budget} calls is used up", may_retry=False
                 )
-            self.calls += 1
+            self.call_count += 1
         request = {**self._fields, "messages": list(messages), **body}
         reply_body = self._post(json.dumps(request).encode())
         try:

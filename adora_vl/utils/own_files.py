@@ -37,8 +37,8 @@ _config_folders: list[Path] = []
 class LoadedObject:
     """The function or class that an entry `FILE.py:NAME` of a key names."""
 
-    value: Any
-    """The function or class of that name."""
+    function_or_class: Any
+    """What has that name in the file."""
     file: str
     """The file, as the entry writes it."""
     hash: str
@@ -191,7 +191,7 @@ def load_from_file(
         raise UserError(
             f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(value).__name__})"
         )
-    return LoadedObject(value=value, file=file, hash=files_hash)
+    return LoadedObject(function_or_class=value, file=file, hash=files_hash)
 
 
 def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
@@ -282,9 +282,10 @@ def _imported_names(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...
             if isinstance(node, ast.Import):
                 names += [tuple(alias.name.split(".")) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                # one dot is the file's own package, each further dot the package around it
+                # The level counts the dots before the name. One dot is the file's own package, and
+                # each further dot is the package around it, which has one part less.
                 is_relative = node.level > 0
-                parents = package[: len(package) + 1 - node.level] if is_relative else ()
+                parents = package[: len(package) - (node.level - 1)] if is_relative else ()
                 module_parts = node.module.split(".") if node.module else []
                 names += [(*parents, *module_parts, alias.name) for alias in node.names]
     return [name_parts for name_parts in names if name_parts[0] != "adora_vl"]

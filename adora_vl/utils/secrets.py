@@ -54,8 +54,8 @@ def is_secret(key: object) -> bool:
     )
 
 
-def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
-    """Return a value in which `hidden` stands for each secret, before it is shown or written.
+def without_secrets(value: Any, hidden_as: str | None = HIDDEN_MARK) -> Any:
+    """Return a value in which `hidden_as` stands for each secret, before it is shown or written.
 
     For example, `{"api_key": "k1", "url": "http://me:pw@host"}` becomes
     `{"api_key": "...", "url": "http://...@host"}`. Nested mappings and lists are searched too. The
@@ -69,7 +69,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
         is_json_object = value.lstrip().startswith("{")
         return redact_secrets(value) if is_json_object else _LOGIN_PATTERN.sub(_hide_login, value)
     if type(value) in (list, tuple):
-        return type(value)(without_secrets(item, hidden) for item in value)
+        return type(value)(without_secrets(item, hidden_as) for item in value)
     if not isinstance(value, Mapping):
         return value
     # All secrets are registered first, since the other values may contain them too.
@@ -81,7 +81,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     for secret in secret_by_key.values():
         register_secret(secret)
     return {
-        key: hidden if key in secret_by_key else without_secrets(item, hidden)
+        key: hidden_as if key in secret_by_key else without_secrets(item, hidden_as)
         for key, item in value.items()
     }
 

@@ -21,7 +21,7 @@ def example_entry(name: str) -> str:
 
 def load_example(name: str) -> Any:
     """Load the class or function that an entry such as `ngrpo.py:Ngrpo` names."""
-    return load_from_file("adora_method", example_entry(name), fits=callable).value
+    return load_from_file("adora_method", example_entry(name), fits=callable).function_or_class
 
 
 def started_extension(

@@ -20,7 +20,7 @@ from adora_vl.evals.inference.requests import (
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import (
-    PLAIN_SAMPLING,
+    NEUTRAL_SAMPLING_FIELDS,
     SERVERS_WITH_MODEL_DEFAULTS,
     ChatClient,
     Endpoint,
@@ -94,9 +94,9 @@ class EndpointEngine:
         # The note that the server may sample by defaults of its own, until it is printed.
         self._pending_note: str | None = None
         # These servers sample by the defaults of the model's generation config, such as a
-        # repetition penalty. `PLAIN_SAMPLING` switches them off.
+        # repetition penalty. `NEUTRAL_SAMPLING_FIELDS` switches them off.
         if server_program in SERVERS_WITH_MODEL_DEFAULTS:
-            self._body |= PLAIN_SAMPLING
+            self._body |= NEUTRAL_SAMPLING_FIELDS
         else:
             self._pending_note = _note_on_server_defaults(settings.endpoint, server_program)
         if settings.chat_template_kwargs:

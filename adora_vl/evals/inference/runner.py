@@ -156,7 +156,7 @@ class _RankRunner:
         """
         is_rank_0 = self.process_group.rank == 0
         # The libraries print much while they load a model.
-        with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
+        with StartupLog(self.output / STARTUP_LOG, is_first_process=is_rank_0):
             engine = self.build(self.settings)
         resolved_settings = getattr(
             engine, "resolved_settings", None

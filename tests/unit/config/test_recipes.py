@@ -67,7 +67,9 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             script, config, model = parse_recipe(name)
             accelerate_config = (CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml").read_text()
             processes = yaml.safe_load(accelerate_config)["num_processes"]
-            check_keys(RunRequest(config=config, model=ModelSource(model_args=model), rows=script))
+            check_keys(
+                RunRequest(config=config, model=ModelSource(model_args=model), data_source=script)
+            )
             plan = build_batch_layout(config, processes)
             check_row_count(plan, ROWS.get(name, GEOMETRY3K_ROWS))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations

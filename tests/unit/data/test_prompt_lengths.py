@@ -451,7 +451,7 @@ def test_rows_are_left_out_and_recorded(
     assert prepare(parse_command(arguments)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
     plan = make_plan(parse_command(arguments), DryRunOptions())
-    assert plan.rows == 9
+    assert plan.row_count == 9
     assert plan.lengths.longest_prompt == prompt_tokens_with_image(processor, SHORT)
     assert main([*arguments, "--dry-run"]) == 0
     output = capsys.readouterr().out
@@ -545,7 +545,7 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
         DryRunOptions(rows=8),
     )
     assert len(plan.lengths.prompt_tokens) == 7
-    assert plan.rows == 11
+    assert plan.row_count == 11
     assert plan.run.messages.unchecked == ["measured on the first 8 of 12 rows (--rows)"]
 
 

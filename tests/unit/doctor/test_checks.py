@@ -41,7 +41,7 @@ from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_and_policy import Prompts
 from adora_vl.rollout.importance import Drift
-from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
+from adora_vl.utils.checks import Check, Status, failed, format_checks, is_healthy, passed, skipped
 from adora_vl.utils.versions import installed_version
 
 IMAGE_TOKEN = 12
@@ -461,7 +461,7 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
 
 def test_the_table_has_the_remedy_below_the_failure():
     """The last line of the table counts; a failure cannot be made without a remedy."""
-    lines = table(
+    lines = format_checks(
         [passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]
     ).splitlines()
     assert lines[0].split() == ["ok", "a", "good"]

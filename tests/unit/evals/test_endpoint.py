@@ -8,15 +8,15 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Endpoint, Reply
 from tests.support.endpoint_server import completion_reply
 
-PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_SAMPLING_FIELDS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @pytest.mark.parametrize(
     "models, sampling",  # what serves each model by the server's list, and the fields it is sent
     [
         # Their defaults are those of the model's generation config, such as a penalty of 1.05.
-        ({"qwen": "vllm"}, PLAIN_SAMPLING),
-        ({"other": "someone", "qwen": "sglang"}, PLAIN_SAMPLING),
+        ({"qwen": "vllm"}, NEUTRAL_SAMPLING_FIELDS),
+        ({"other": "someone", "qwen": "sglang"}, NEUTRAL_SAMPLING_FIELDS),
         # OpenAI itself refuses fields that it does not have.
         ({"qwen": "openai"}, {}),
         ({"other": "vllm"}, {}),
@@ -42,7 +42,9 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     assert isinstance(reply, Reply)
     assert reply.text == "5"
     (request,) = server.requests
-    sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
+    sampling_fields = {
+        name: value for name, value in request.items() if name in NEUTRAL_SAMPLING_FIELDS
+    }
     assert sampling_fields == sampling
 
 

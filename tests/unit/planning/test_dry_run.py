@@ -151,7 +151,7 @@ def check_updates_of_recipe(processes, generation, update):
         parse_command(arguments),
         DryRunOptions(80.0, CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml", processes),
     )
-    plan = replace(plan, rows=2101)  # Geometry3K's
+    plan = replace(plan, row_count=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"An optimizer step learns from {update} of them: " in text

@@ -283,7 +283,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
             has_reference=True,
             mixed_precision=True,
         )
-        assert with_adapters.reference == 0, "TRL takes the adapters off for it"
+        assert with_adapters.reference_bytes == 0, "TRL takes the adapters off for it"
     one_process = predict_state_bytes(
         shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True
     )
@@ -332,7 +332,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     predicted = predict_checkpoint_bytes(training_config(), shape, Sharding())
     assert written <= predicted <= written + 3 * 2**20
-    largest = max_run_folder_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
+    largest = max_run_folder_bytes(predicted, 10, checkpoint_count=2, record_gb=1.5)
     assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
     SyncedReferenceModel(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     reference_bytes = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
@@ -410,7 +410,7 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 def plan_recipe(shape_of_7b) -> MemorySetup:
     """The memory setup of adora_7b_geo3k.yaml on zero3_offload.yaml; prompts have 1,580 tokens."""
     engine = EngineMemorySettings(
-        utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True
+        utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleeps=True
     )
     return MemorySetup(
         shape_of_7b,

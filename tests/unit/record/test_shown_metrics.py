@@ -18,7 +18,7 @@ def test_every_place_shows_metrics_of_the_one_table():
     """Each metric of progress line, summary and charts is in `METRIC_BY_KEY`, with a title."""
     charted_keys: list[str] = []
     for chart in CHARTS:
-        charted_keys += [key for key, _ in chart.series]
+        charted_keys += [key for key, _ in chart.lines]
     shown_keys = {*PROGRESS_LINE_KEYS, *SUMMARY_KEYS, *charted_keys}
     titles = [metric.title for metric in METRIC_BY_KEY.values()]
     assert shown_keys <= METRIC_BY_KEY.keys()
@@ -29,7 +29,7 @@ def test_every_place_shows_metrics_of_the_one_table():
 def test_a_chart_has_shares_alone_or_none():
     """Its scale is from 0 to 100 %, or that of its numbers."""
     for chart in CHARTS:
-        formats = [METRIC_BY_KEY[key].format for key, _ in chart.series]
+        formats = [METRIC_BY_KEY[key].format for key, _ in chart.lines]
         share_count = formats.count("share")
         assert share_count in (0, len(formats)), chart.title
 

@@ -14,7 +14,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import StartupLog
 logging.basicConfig()
 print("ours before")
-log = StartupLog(Path(sys.argv[1]), first=True)
+log = StartupLog(Path(sys.argv[1]), is_first_process=True)
 with log:
     print("theirs, printed")
     logging.warning("theirs, logged")
