@@ -1,5 +1,4 @@
-"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
-can be trusted.
+"""A training step, top to bottom: TRL's `GRPOTrainer` with ADORA's weights and checked rollouts.
 
     1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into
                       micro-batches, compute old log-probabilities for those of later updates

@@ -1,3 +1,1 @@
-"""Checkpoints that are either whole or ignored, and what a run needs to resume exactly where it
-stopped.
-"""
+"""Checkpoints that are whole or ignored, and what a run needs to go on exactly where it stopped."""

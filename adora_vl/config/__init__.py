@@ -1,6 +1,4 @@
-"""The training config: its keys and their ranges, how they are read, and what is refused before a
-run starts.
-"""
+"""The training config: its keys and their ranges, how they are read, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
-"""What a policy may call between its turns: tools of ours and of the user's, how a call is read and
-what it answers.
+"""The tools that a policy may call between its turns.
+
+They are tools of ours and of the user's. This package also reads a call and answers it.
 """

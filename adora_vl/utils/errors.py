@@ -1,5 +1,6 @@
-"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go
-on (exit code 1).
+"""The families of errors of this project.
+
+They are the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1).
 """
 
 import difflib
@@ -44,8 +45,9 @@ class SharedUserError(UserError):
 
 
 class RolloutError(RedactedError, RuntimeError):
-    """Engine and trainer do not see the same thing: learning from these rollouts would be learning
-    from noise.
+    """Engine and trainer do not see the same model or prompts.
+
+    To learn from such rollouts would be to learn from noise.
     """
 
 

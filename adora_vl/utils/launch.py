@@ -1,6 +1,4 @@
-"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher,
-its outputs.
-"""
+"""What surrounds a run: its environment, compiled operators, launcher and outputs."""
 
 from __future__ import annotations
 

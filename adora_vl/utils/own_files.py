@@ -1,5 +1,7 @@
-"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it
-imports beside it. A file that fails, or does not return in time, ends in one line.
+"""Loads functions and classes from files of the user's, which a key names as `FILE.py:NAME`.
+
+A file is known again by a hash of it and of what it imports beside it. A file that fails, or does
+not return in time, ends in one line.
 """
 
 import ast

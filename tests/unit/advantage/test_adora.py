@@ -178,25 +178,25 @@ class DifficultyCase:
 
     right: int
     tau: float
-    attenuated: float
-    amplified: float
+    attenuated_weight: float
+    amplified_weight: float
 
 
 # As published: a pass rate of 0 is at most any tau.
 PUBLISHED_DIFFICULTY_CASES = [
-    DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=2.0),
-    DifficultyCase(right=1, tau=0.5, attenuated=1.0, amplified=2.0),
-    DifficultyCase(right=2, tau=0.5, attenuated=1.0, amplified=2.0),
-    DifficultyCase(right=3, tau=0.5, attenuated=0.1, amplified=1.0),
-    DifficultyCase(right=4, tau=0.5, attenuated=0.1, amplified=1.0),
-    DifficultyCase(right=1, tau=0.2, attenuated=0.1, amplified=1.0),
+    DifficultyCase(right=0, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right=1, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right=2, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right=3, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
+    DifficultyCase(right=4, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
+    DifficultyCase(right=1, tau=0.2, attenuated_weight=0.1, amplified_weight=1.0),
 ]
 # With needs_correct a group without a right rollout is left as it is.
 CASE_WITHOUT_RIGHT = DifficultyCase(
     right=0,
     tau=0.5,
-    attenuated=1.0,
-    amplified=1.0,
+    attenuated_weight=1.0,
+    amplified_weight=1.0,
 )
 CASES_THAT_NEED_A_RIGHT = [CASE_WITHOUT_RIGHT, *PUBLISHED_DIFFICULTY_CASES[1:]]
 
@@ -224,7 +224,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
     }
     attenuated = adora_weights(rewards, lengths, **options)
 
-    assert attenuated.tolist() == [pytest.approx(case.attenuated)]
+    assert attenuated.tolist() == [pytest.approx(case.attenuated_weight)]
     amplified = adora_weights(
         rewards,
         lengths,
@@ -232,7 +232,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
         factor=2.0,
         **options,
     )
-    assert amplified.tolist() == [pytest.approx(case.amplified)]
+    assert amplified.tolist() == [pytest.approx(case.amplified_weight)]
 
 
 def test_a_group_of_which_nothing_is_scored_is_not_hard():
@@ -250,23 +250,36 @@ def test_a_group_of_which_nothing_is_scored_is_not_hard():
 
 @dataclass(frozen=True, kw_only=True)
 class NoCorrectCase:
-    """Criteria, and what a group without a right rollout weighs by them.
-
-    The weights are those with `no_correct="keep"` and with `no_correct="attenuate"`.
-    """
+    """Criteria, and what a group without a right rollout weighs by them."""
 
     criteria: tuple[str, ...]
     combine: str
-    kept: float
-    attenuated: float
+    weight_with_keep: float
+    """With `no_correct="keep"`."""
+    weight_with_attenuate: float
+    """With `no_correct="attenuate"`."""
 
 
 NO_CORRECT_CASES = [
-    NoCorrectCase(criteria=("length",), combine="any", kept=1.0, attenuated=0.1),
+    NoCorrectCase(
+        criteria=("length",), combine="any", weight_with_keep=1.0, weight_with_attenuate=0.1
+    ),
     # a pass rate of 0 is at most tau, so the group is advantageous
-    NoCorrectCase(criteria=("difficulty",), combine="any", kept=1.0, attenuated=1.0),
-    NoCorrectCase(criteria=("length", "difficulty"), combine="any", kept=1.0, attenuated=1.0),
-    NoCorrectCase(criteria=("length", "difficulty"), combine="all", kept=1.0, attenuated=0.1),
+    NoCorrectCase(
+        criteria=("difficulty",), combine="any", weight_with_keep=1.0, weight_with_attenuate=1.0
+    ),
+    NoCorrectCase(
+        criteria=("length", "difficulty"),
+        combine="any",
+        weight_with_keep=1.0,
+        weight_with_attenuate=1.0,
+    ),
+    NoCorrectCase(
+        criteria=("length", "difficulty"),
+        combine="all",
+        weight_with_keep=1.0,
+        weight_with_attenuate=0.1,
+    ),
 ]
 
 
@@ -280,9 +293,9 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
     lengths = torch.tensor([[5, 6, 70, 8]])
     options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
     weights_if_kept = adora_weights(rewards, lengths, **options)
-    assert weights_if_kept.item() == case.kept
+    assert weights_if_kept.item() == case.weight_with_keep
     weights_if_attenuated = adora_weights(rewards, lengths, no_correct="attenuate", **options)
-    assert weights_if_attenuated.item() == pytest.approx(case.attenuated)
+    assert weights_if_attenuated.item() == pytest.approx(case.weight_with_attenuate)
 
 
 def test_a_group_is_advantageous_by_any_or_by_all_criteria():

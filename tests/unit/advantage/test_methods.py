@@ -303,7 +303,7 @@ def test_each_bin_of_daro_is_logged():
     """The names of the metrics have the right answers of a group of four: `daro/weight_1_of_4`."""
     method = AdvantagePipeline({"daro": Daro()})
     advantages_of_steps(method, 1)
-    assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.metrics.keys()
+    assert {f"daro/weight_{right}_of_4" for right in (1, 2, 3)} <= method.metrics.keys()
     assert "daro/loss_2_of_4" in method.metrics
 
 
@@ -430,9 +430,9 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     groups with signal, and DAPO's factor is 1.
     """
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
-    both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
+    pipeline = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(
-        final_advantages(both, groups, torch.zeros(3, 2)),
+        final_advantages(pipeline, groups, torch.zeros(3, 2)),
         advantages_by_method_alone(Ngrpo(), groups.rewards_PG),
     )
 

@@ -1,5 +1,6 @@
-"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run,
-or says why not.
+"""A checkpoint is whole or does not count.
+
+A run goes on from the newest whole one of the same run, or says why not.
 """
 
 import contextlib
@@ -45,35 +46,35 @@ def flip_a_byte(path: Path) -> None:
 
 DAMAGES = {  # what damages a checkpoint, and the reason for which it is skipped
     "truncated": (
-        lambda c: (c / "model.safetensors").write_bytes(b"short"),
+        lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(b"short"),
         "model.safetensors has 5 bytes instead of",
     ),
     "flipped byte": (
-        lambda c: flip_a_byte(c / "model.safetensors"),
+        lambda checkpoint: flip_a_byte(checkpoint / "model.safetensors"),
         "model.safetensors is damaged",
     ),
     "flipped byte in a shard": (
-        lambda c: flip_a_byte(c / "global_step" / "shard.pt"),
+        lambda checkpoint: flip_a_byte(checkpoint / "global_step" / "shard.pt"),
         "global_step/shard.pt is damaged",
     ),
     "missing file": (
-        lambda c: (c / "global_step" / "shard.pt").unlink(),
+        lambda checkpoint: (checkpoint / "global_step" / "shard.pt").unlink(),
         "global_step/shard.pt is missing",
     ),
     "missing mark": (
-        lambda c: (c / store.COMPLETE_FILE).unlink(),
+        lambda checkpoint: (checkpoint / store.COMPLETE_FILE).unlink(),
         "it was never finished (complete is missing)",
     ),
     "missing manifest": (
-        lambda c: (c / store.MANIFEST_FILE).unlink(),
+        lambda checkpoint: (checkpoint / store.MANIFEST_FILE).unlink(),
         "it was never finished (manifest.json is missing)",
     ),
     "edited manifest": (
-        lambda c: flip_a_byte(c / store.MANIFEST_FILE),
+        lambda checkpoint: flip_a_byte(checkpoint / store.MANIFEST_FILE),
         "manifest.json is not the one that was finished",
     ),
     "empty mark": (
-        lambda c: (c / store.COMPLETE_FILE).write_text(""),
+        lambda checkpoint: (checkpoint / store.COMPLETE_FILE).write_text(""),
         "manifest.json is not the one that was finished",
     ),
 }
@@ -251,14 +252,14 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
         )
     )
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    for read in (
+    for load in (
         lambda: write_universal(checkpoint, tmp_path / "out"),
         lambda: load_shards(engine, str(checkpoint)),
     ):
         with pytest.raises(
             UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"
         ):
-            read()
+            load()
     assert not trace_of_code.exists()
     assert not (tmp_path / "out").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -278,10 +279,10 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
     }
     torch.save(content, tmp_path / "states.pt")
     with refusing_pickled_code(tmp_path):
-        read = torch.load(tmp_path / "states.pt", weights_only=False)
-    assert read["stage"] == 3
-    assert read["mapping"][0]["w"] == address
-    assert read["loss_scaler"].cur_scale == 4.0
+        loaded = torch.load(tmp_path / "states.pt", weights_only=False)
+    assert loaded["stage"] == 3
+    assert loaded["mapping"][0]["w"] == address
+    assert loaded["loss_scaler"].cur_scale == 4.0
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():

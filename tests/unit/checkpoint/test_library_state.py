@@ -1,6 +1,4 @@
-"""What libraries hold in memory and do not save comes back, whole or with one line that says what
-is missing.
-"""
+"""What libraries hold in memory and do not save comes back, or a line says what is missing."""
 
 from contextlib import nullcontext
 from copy import deepcopy

@@ -1,5 +1,6 @@
-"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a
-user's file stays.
+"""Starting over in a folder of an earlier run.
+
+What that run wrote is put aside until the new run has a checkpoint. A user's file stays.
 """
 
 import json

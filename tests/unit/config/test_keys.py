@@ -1,5 +1,6 @@
-"""Every key takes what it says, in any spelling, and refuses the rest in one line that names key,
-value and range.
+"""Every key takes the values that it should, in any spelling, and refuses all others.
+
+The error is one line that names key, value and range.
 """
 
 import re
@@ -58,10 +59,10 @@ ANNOTATION_BY_METHOD_OPTION: dict[str, Any] = {
 
 
 class NumberCase(NamedTuple):
-    """Values of a key that are refused and taken, and its range as an error line has it."""
+    """Values of a key that are refused and accepted, and its range as an error line has it."""
 
-    refused: list[object]
-    taken: list[object]
+    refused_values: list[object]
+    accepted_values: list[object]
     range_in_words: str
 
 
@@ -253,7 +254,7 @@ def wrongly_taken(keys: Iterable[str], values: Iterable[object]) -> list[tuple[s
 def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
     """A value is refused as a number and as a text, with the same line for both."""
     for key, case in NUMBER_CASE_BY_KEY.items():
-        for value in case.refused:
+        for value in case.refused_values:
             value_in_error = value
             if isinstance(value, list):
                 # The line has the first entry that is wrong.
@@ -268,7 +269,7 @@ def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
 def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
     """`4`, `"4"` and `" 4 "` are the number 4, a float for a key of fractions; None is null."""
     for key, case in NUMBER_CASE_BY_KEY.items():
-        for value in case.taken:
+        for value in case.accepted_values:
             number: float | None = None
             if value is not None:
                 number = float(str(value).strip("[]"))

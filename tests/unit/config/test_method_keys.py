@@ -1,6 +1,4 @@
-"""Choosing a method by key: its settings, its options, and one clear line where something does not
-fit.
-"""
+"""Choosing a method by key: its settings and options, and one clear line for each mistake."""
 
 import copy
 import json

@@ -1,6 +1,4 @@
-"""How the command line and the file are read: spellings, precedence, and what is wrong before a
-value is looked at.
-"""
+"""How command line and config file are read: spellings, precedence, and mistakes of form."""
 
 import os
 import re
@@ -121,7 +119,7 @@ def test_how_people_write_a_value(tmp_path):
 
 LIST_ENTRIES = st.lists(
     st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(
-        lambda w: w not in ("y", "n", "no", "on", "yes", "off", "true", "null", "false")
+        lambda word: word not in ("y", "n", "no", "on", "yes", "off", "true", "null", "false")
     ),
     min_size=1,
     max_size=4,

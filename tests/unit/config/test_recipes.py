@@ -1,5 +1,6 @@
-"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs
-that it names.
+"""Every shipped config is parsed by the code of a real run.
+
+Its arithmetic is checked for the GPUs that it names.
 """
 
 import re
@@ -120,8 +121,9 @@ def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code(
 def differing_keys(name: str, other_name: str) -> set[str]:
     """Return the keys with other values in two shipped configs, or in one of them alone."""
     recipe = read_recipe(name)
-    other = read_recipe(other_name)
-    return {key for key in recipe.keys() | other.keys() if recipe.get(key) != other.get(key)}
+    other_recipe = read_recipe(other_name)
+    all_keys = recipe.keys() | other_recipe.keys()
+    return {key for key in all_keys if recipe.get(key) != other_recipe.get(key)}
 
 
 def test_recipes_that_are_compared_differ_only_in_what_is_compared():

@@ -1,5 +1,6 @@
-"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line
-before that.
+"""Mistakes that Transformers and TRL find only once the weights are loaded are refused before.
+
+Where they would end in a traceback, ours is one line.
 """
 
 from __future__ import annotations

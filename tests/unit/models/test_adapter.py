@@ -1,6 +1,4 @@
-"""A run that starts from an adapter: which weights it starts from, what it is compared with, and
-what comes out.
-"""
+"""A run that starts from an adapter: its first weights, its reference, and what comes out."""
 
 import json
 import shlex
@@ -132,17 +130,21 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(
         "the base's, as the adapter has none"
     )
     assert export([str(run_folder), str(tmp_path / "out")]) == 0
-    start = load_weights(tmp_path / "start")
-    out = load_weights(tmp_path / "out")
-    assert largest_difference(out, load_weights(run_folder / "merged")) < 1e-6
-    assert largest_difference(out, start) > 1e-6
+    start_weights = load_weights(tmp_path / "start")
+    final_weights = load_weights(tmp_path / "out")
+    assert largest_difference(final_weights, load_weights(run_folder / "merged")) < 1e-6
+    assert largest_difference(final_weights, start_weights) > 1e-6
     # `LORA_KEYS` adapt the query projections alone
-    changed_names = {name for name in out if not torch.equal(out[name], start[name])}
-    assert changed_names == {name for name in out if ".q_proj.w" in name}
+    changed_names = {
+        name
+        for name, weights in final_weights.items()
+        if not torch.equal(weights, start_weights[name])
+    }
+    assert changed_names == {name for name in final_weights if ".q_proj.w" in name}
     second_run = train_tiny_run(
         tmp_path / "again", model_name_or_path=run_folder, max_steps=2, learning_rate=0
     )
-    assert largest_difference(load_weights(second_run / "merged"), out) < 1e-6, (
+    assert largest_difference(load_weights(second_run / "merged"), final_weights) < 1e-6, (
         "an adapter whose base is an adapter goes on training too"
     )
 

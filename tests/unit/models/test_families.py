@@ -1,5 +1,6 @@
-"""The families of models against Transformers' own classes, freezing by the names of parts, and
-models of no known family.
+"""The families of models against Transformers' own classes.
+
+Further tests freeze parts by their names, and load models of no known family.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen,
-killed, evaluated.
+"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA.
+
+The runs are trained, frozen in part, killed and evaluated.
 
 The weights of the other families are random, so that nothing is ever right: entropy moves them.
 """
@@ -56,8 +57,9 @@ LORA_KEYS = {
 
 @dataclass(frozen=True)
 class TrainedFamily:
-    """A tiny model of a family, the run that trained it with its projector frozen, and what the run
-    printed.
+    """A tiny model of a family, and the run that trained it with its projector frozen.
+
+    `printed` is what the run printed.
     """
 
     kind: str

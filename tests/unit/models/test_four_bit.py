@@ -1,6 +1,4 @@
-"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it
-is on a card.
-"""
+"""A base in 4 bits: its gradients, its engine, what is trained and saved, and its GPU memory."""
 
 import json
 import sys

@@ -79,16 +79,21 @@ ROPE_SCALINGS = [
 
 @settings(max_examples=30)
 @given(
-    half=st.integers(4, 64),
+    half_head_size=st.integers(4, 64),
     theta=st.floats(1e3, 1e7),
     scaling=st.sampled_from(ROPE_SCALINGS),
     distance=st.integers(1, 8000),
 )
-def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
+def test_angles_are_right_at_every_distance_and_for_every_scaling(
+    half_head_size, theta, scaling, distance
+):
     """The angle of position `distance` is the one before the cast, for each way of scaling."""
     rope = {**scaling, "rope_theta": theta}
     config = Qwen2Config(
-        hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope
+        hidden_size=4 * half_head_size,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rope_parameters=rope,
     )
     rotary = Qwen2RotaryEmbedding(config)
     expected = rotary.inv_freq.double() * distance
@@ -123,7 +128,8 @@ def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guess
     model.to(torch.bfloat16)
     assert describe_wrong_buffers(model) == ["own.inv_freq is bfloat16, not float32"]
     restore_buffers(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), cast_copy.buffers(), strict=True))
+    for buffer, cast_buffer in zip(model.buffers(), cast_copy.buffers(), strict=True):
+        assert torch.equal(buffer, cast_buffer)
 
 
 def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):

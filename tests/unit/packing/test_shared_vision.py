@@ -197,7 +197,11 @@ def gradients(model: Any, row_logps: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     weights = torch.linspace(-1, 2, row_logps.numel(), dtype=torch.float64).view_as(row_logps)
     (row_logps.exp() * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_pixels_meet_grids_on_their_own_device() -> None:
@@ -654,7 +658,8 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             vision.switch_batched_windows(on=batched)
             bank = vision.banks.new("train")
             starts = [
-                int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
+                int(bank.store(str(number), pixels.to("meta"), GRIDS[number])[0])
+                for number, pixels in enumerate(pictures())
             ]
             output = vision._run_on_images(
                 bank,
@@ -663,7 +668,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             )
             assert [len(features) for features in output.pooler_output] == [6, 2, 6]
             with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-                original(torch.cat([p.to("meta") for p in pictures()]), GRIDS.to("meta"))
+                original(torch.cat([pixels.to("meta") for pixels in pictures()]), GRIDS.to("meta"))
 
 
 def test_flash_attention_gets_its_bounds_on_the_device():

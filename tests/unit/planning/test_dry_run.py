@@ -1,5 +1,6 @@
-"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that
-are too small.
+"""`--dry-run` on every shipped config.
+
+Further tests have rows that are too long, and GPUs that are too small.
 """
 
 import json
@@ -156,9 +157,11 @@ def check_updates_of_recipe(processes, generation, update):
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"An optimizer step learns from {update} of them: " in text
     assert f" x {processes} processes. Optimizer steps a generation: 8." in text
-    others = text.split("with another --num_processes:")[1].split(".")[0]
-    assert ("4 processes 512 and 64" if processes == 8 else "8 processes 1024 and 128") in others
-    assert f"{processes} processes" not in others
+    other_process_counts = text.split("with another --num_processes:")[1].split(".")[0]
+    assert (
+        "4 processes 512 and 64" if processes == 8 else "8 processes 1024 and 128"
+    ) in other_process_counts
+    assert f"{processes} processes" not in other_process_counts
     # 2,101 rows fill 16 generations of 128 prompts or 32 of 64, with 8 steps each, in 15 epochs
     steps = (plan.steps_per_epoch, plan.total_steps)
     assert steps == ((128, 1920) if processes == 8 else (256, 3840))
@@ -349,10 +352,10 @@ def test_both_spellings_and_what_is_left_for_trl():
     """
     assert split_dry_run_options(["--dry-run"])[0] == DryRunOptions()
     assert split_dry_run_options(["--config", "x"])[0] is None
-    options, rest = split_dry_run_options(
+    options, words_for_trl = split_dry_run_options(
         ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
     )
-    assert rest == ["--config", "x.yaml", "--seed", "3"]
+    assert words_for_trl == ["--config", "x.yaml", "--seed", "3"]
     assert options.card_gib == 24.0
     assert options.rows == 9
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):

@@ -1,5 +1,6 @@
-"""The memory formulas against what torch itself counts in the policy's real forward and backward
-pass, on a CPU.
+"""The memory formulas against what torch counts.
+
+It counts in the policy's real forward and backward pass, on a CPU.
 """
 
 import contextlib
@@ -52,8 +53,9 @@ WIDE_BATCH = PlannedMicroBatch(
 
 
 class TinyPolicy:
-    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for
-    it.
+    """The tiny model as TRL trains it, with one micro-batch of a given size.
+
+    It also has the inputs of the formulas for them.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class TinyPolicy:
         A storage that several tensors share counts once.
         """
         input_pointers = {
-            t.untyped_storage().data_ptr()
-            for t in (*self.model.parameters(), *self.inputs.values())
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*self.model.parameters(), *self.inputs.values())
         }
         tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -151,7 +153,10 @@ class TinyPolicy:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = self.forward()
         alive = [tensor for tensor in (reference() for reference in tensors) if tensor is not None]
-        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+        sizes = {}
+        for tensor in alive:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
         assert result.requires_grad
         return sum(size for pointer, size in sizes.items() if pointer not in input_pointers)
 
@@ -211,8 +216,9 @@ def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
 
 @contextlib.contextmanager
 def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
-    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model
-    this small.
+    """Give TRL's tile of logits another width.
+
+    At its own width the LM head needs far more memory than any layer of a model this small.
     """
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
     monkeypatch.setattr(activations, "HEAD_TILE_VOCABULARY", vocabulary)
@@ -224,8 +230,9 @@ PEAK_CASES = list(product((SMALL_BATCH, WIDE_BATCH), (False, True), (32768, 64))
 
 
 def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
-    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept
-    and passing.
+    """The predicted peak is the measured one, which has every allocation of torch.
+
+    That is weights, inputs, and tensors that are kept or soon freed.
     """
     for size, checkpointing, tile in PEAK_CASES:
         with subtests.test(f"{size} {checkpointing=} {tile=}"):

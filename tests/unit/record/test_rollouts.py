@@ -1,5 +1,6 @@
-"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and
-bounded.
+"""The record of the rollouts is right, bounded, and whole after a crash.
+
+After a resume it has no rollout twice.
 """
 
 import shutil

@@ -1,5 +1,6 @@
-"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands
-to go on with.
+"""What a run prints and leaves behind.
+
+That is its log line, metrics, manifest, model cards, and the commands that come next.
 """
 
 import json

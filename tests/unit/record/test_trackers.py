@@ -87,13 +87,13 @@ def test_tensorboard_has_our_metrics(tracked_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = tracked_run.rglob("events.out.tfevents.*")
-    read = EventAccumulator(str(events.parent))
-    read.Reload()
-    scalars = read.Scalars(f"train/{PASS_RATE_KEY}")
+    accumulator = EventAccumulator(str(events.parent))
+    accumulator.Reload()
+    scalars = accumulator.Scalars(f"train/{PASS_RATE_KEY}")
     assert [scalar.step for scalar in scalars] == [1, 2]
     assert [scalar.value for scalar in scalars] == pytest.approx(logged_pass_rates(tracked_run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
-        read.Tags()["scalars"]
+        accumulator.Tags()["scalars"]
     )
 
 

@@ -440,14 +440,16 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
         [START, IMAGE, END, 1, *tokens] for tokens, *_ in rollouts[:4]
     ]
     all_parameters = [parameters for _, parameters in received_requests]
-    assert [(each.n, each.max_tokens, each.seed) for each in all_parameters] == [
+    assert [
+        (parameters.n, parameters.max_tokens, parameters.seed) for parameters in all_parameters
+    ] == [
         (1, 3, 21),
         (1, 3, 22),
         (1, 3, 23),
         (2, 4, 31),
     ]
-    assert {each.temperature for each in all_parameters} == {0.5}, "of this call"
-    assert all(each.stop_token_ids == [7] for each in all_parameters), "of the run"
+    assert {parameters.temperature for parameters in all_parameters} == {0.5}, "of this call"
+    assert all(parameters.stop_token_ids == [7] for parameters in all_parameters), "of the run"
     assert [answer.finish_reason for answer in answers] == [
         "length",
         "stop",

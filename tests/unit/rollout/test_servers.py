@@ -264,13 +264,13 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
         restarted_server.start_again()
         return reply
 
-    for when in ("before it is asked", "while it samples"):
-        with subtests.test(when):
+    for moment in ("before it is asked", "while it samples"):
+        with subtests.test(moment):
             engine = engine_with_servers(servers, tmp_path / "w", small_policy())
             engine.sync_weights()
             expected = sample_on_servers(engine, requests)
             earlier_count = len(received_requests(steady_server))
-            if when == "while it samples":
+            if moment == "while it samples":
                 restarted_server.spoil = start_again_meanwhile
             else:
                 restarted_server.start_again()

@@ -75,9 +75,9 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
             def gathered(events: list[str] = events) -> Iterator[tuple[str, Tensor]]:
                 for number, name in enumerate(NAMES):
                     events.append(f"gather {name}")
-                    whole = torch.full((3,), float(number))
-                    yield name, whole
-                    whole.fill_(torch.nan)  # as ZeRO-3 frees what it has gathered
+                    parameter = torch.full((3,), float(number))
+                    yield name, parameter
+                    parameter.fill_(torch.nan)  # as ZeRO-3 frees what it has gathered
 
             runner = FakeRunner(device, events)
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))

@@ -1,5 +1,6 @@
-"""Each rollout has an environment of its own, those of a problem begin alike, and what is none is
-refused.
+"""Each rollout has an environment of its own, and those of one problem begin alike.
+
+What is no environment is refused.
 """
 
 import asyncio

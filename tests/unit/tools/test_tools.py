@@ -1,5 +1,6 @@
-"""What a model may call, and that nothing which it writes, or a tool does, is more than one line to
-it.
+"""What a model may call.
+
+Whatever the model writes into a call, or a tool does, the model gets an answer of one line at most.
 """
 
 import io

@@ -162,9 +162,9 @@ def test_the_loss_beside_the_bonus_is_divided_as_without_one(loss):
     }
     one_part: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     keys: dict[str, Any] = {"loss_type": loss, "num_generations": 2}
-    divided = gradient_of_step(COEFFICIENT, ROWS, **keys, **four_parts)
-    whole = gradient_of_step(COEFFICIENT, ROWS, **keys, **one_part)
-    assert (divided - whole).abs().max() < 1e-12
+    gradient_in_parts = gradient_of_step(COEFFICIENT, ROWS, **keys, **four_parts)
+    gradient_at_once = gradient_of_step(COEFFICIENT, ROWS, **keys, **one_part)
+    assert (gradient_in_parts - gradient_at_once).abs().max() < 1e-12
 
 
 def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():

@@ -162,11 +162,11 @@ class CountingEngine:
             earlier_tokens = request.prompt_ids[1:]
             first_token = earlier_tokens[0] if earlier_tokens else request.seed & LARGEST_TOKEN
             length = self.length(first_token)
-            left = 10 * MAX_TOKENS  # more than may be sampled: it never ends by itself
+            tokens_left = 10 * MAX_TOKENS  # more than may be sampled: it never ends by itself
             if length < MAX_TOKENS:
-                left = length - len(earlier_tokens)
-            count = min(request.max_tokens, left)
-            has_ended = left <= request.max_tokens
+                tokens_left = length - len(earlier_tokens)
+            count = min(request.max_tokens, tokens_left)
+            has_ended = tokens_left <= request.max_tokens
             results.append(
                 SamplingResult(
                     tokens=[request.seed & LARGEST_TOKEN, *[self.step] * (count - 1)],
@@ -1201,19 +1201,19 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
 
     assert loaded == group
     assert not loaded.complete
-    whole, part = loaded.rollouts
-    assert whole.pictures[0].image is part.pictures[0].image
-    assert content_digest(whole.pictures[0].image) == image.digest
-    assert whole.tokens == [5, 6, 9, 9, 9, 7]
-    assert [int(is_sampled) for is_sampled in whole.policy_mask] == [1, 1, 0, 0, 0, 1]
-    assert whole.policy_tokens == [5, 6, 7]
-    assert whole.last_turn_tokens == [7]
-    assert part.last_turn_tokens == []
-    assert whole.logps == [-0.5, None, None, None, None, -0.25]
-    assert whole.stale_tokens(step=4) == 5
-    assert part.stale_tokens(step=3) == 0
-    # `part` has one segment of the policy, so the next one has the number 1.
-    assert loaded.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
+    complete_rollout, begun_rollout = loaded.rollouts
+    assert complete_rollout.pictures[0].image is begun_rollout.pictures[0].image
+    assert content_digest(complete_rollout.pictures[0].image) == image.digest
+    assert complete_rollout.tokens == [5, 6, 9, 9, 9, 7]
+    assert [int(is_sampled) for is_sampled in complete_rollout.policy_mask] == [1, 1, 0, 0, 0, 1]
+    assert complete_rollout.policy_tokens == [5, 6, 7]
+    assert complete_rollout.last_turn_tokens == [7]
+    assert begun_rollout.last_turn_tokens == []
+    assert complete_rollout.logps == [-0.5, None, None, None, None, -0.25]
+    assert complete_rollout.stale_tokens(step=4) == 5
+    assert begun_rollout.stale_tokens(step=3) == 0
+    # `begun_rollout` has one segment of the policy, so the next one has the number 1.
+    assert loaded.seed(7, 1, begun_rollout) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
 def signal_in_share(share: float) -> Callable[[int, int], bool]:

@@ -1,5 +1,6 @@
-"""Libraries are changed in `adora_vl/utils/compat.py` alone, and only where the installed version
-is as it says.
+"""Libraries are changed in `adora_vl/utils/compat.py` alone.
+
+The attributes that are replaced exist in the installed versions.
 """
 
 import ast

@@ -1,6 +1,4 @@
-"""What a file holds: every byte counts, and a file that was read is read again only where it may
-have changed.
-"""
+"""The hash of files: every byte counts, and a file is read again only where it may have changed."""
 
 import hashlib
 import os

@@ -1,5 +1,6 @@
-"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and
-nothing is lost or left.
+"""Writes of data preparation and evaluation on a disk that gives up half-way.
+
+Nothing is lost, and nothing half-written is left.
 
 The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE),
 for whichever library writes it.

@@ -1,5 +1,6 @@
-"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the
-library would do.
+"""A hub that cannot be reached, hangs or is broken is asked once and costs seconds only.
+
+The libraries alone would ask for each file, and wait for minutes.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
-"""What a command prints for the user to copy works as it stands; what cannot be written or loaded
-is one line.
+"""What a command prints for the user to copy works as it stands.
+
+What cannot be written or loaded is one line.
 """
 
 import errno

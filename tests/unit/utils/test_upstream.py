@@ -1,5 +1,7 @@
-"""What we build on in TRL, vLLM and DeepSpeed and would break in silence: a new version that moves
-it fails here. What would raise an error instead is found by the tests that use it.
+"""Parts of TRL, vLLM and DeepSpeed that we build on, and that could change in silence.
+
+A new version that moves one fails here. What would raise an error is found by the tests that use
+it.
 """
 
 import inspect
@@ -35,18 +37,22 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
             if inspect.isfunction(function) and hasattr(stock_class, name) and name != "__init__"
         }
         stock_parameters_by_override = {
-            f.__qualname__: parameter_names(stock)
-            for f, stock in overrides.items()
-            if parameter_names(f) != ANY_PARAMETERS
+            override.__qualname__: parameter_names(stock)
+            for override, stock in overrides.items()
+            if parameter_names(override) != ANY_PARAMETERS
         }
         assert overrides
         assert stock_parameters_by_override == {
-            f.__qualname__: parameter_names(f)
-            for f in overrides
-            if f.__qualname__ in stock_parameters_by_override
+            override.__qualname__: parameter_names(override)
+            for override in overrides
+            if override.__qualname__ in stock_parameters_by_override
         }
-        undocumented = [f for f in overrides if "stock trl" not in (f.__doc__ or "").lower()]
-        assert [override.__qualname__ for override in undocumented] == []
+        undocumented_names = [
+            override.__qualname__
+            for override in overrides
+            if "stock trl" not in (override.__doc__ or "").lower()
+        ]
+        assert undocumented_names == []
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():

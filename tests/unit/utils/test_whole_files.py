@@ -1,5 +1,6 @@
-"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one
-and nothing else.
+"""Files and folders that are replaced as a whole.
+
+A full disk, a crash or a kill leaves the old one, and nothing else.
 
 The disk is the real one, as in test_half_written.py, which has data preparation and evaluation.
 """
