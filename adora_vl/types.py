@@ -61,7 +61,7 @@ class Batch(TypedDict, total=False):
     # TRL has the columns above. This package adds those below.
     # (B,), how many tokens at the beginning of each completion are not compared with the engine:
     # those that earlier weights have sampled (adora_rollouts.budget). Where an extension changes
-    # the images of a rollout, all of its tokens count.
+    # the images of a rollout, it is the length of the whole completion.
     stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began

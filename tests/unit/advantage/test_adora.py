@@ -176,7 +176,7 @@ class DifficultyCase:
     Attenuation is to 0.1, amplification to 2.
     """
 
-    right: int
+    right_count: int
     tau: float
     attenuated_weight: float
     amplified_weight: float
@@ -184,16 +184,16 @@ class DifficultyCase:
 
 # As published: a pass rate of 0 is at most any tau.
 PUBLISHED_DIFFICULTY_CASES = [
-    DifficultyCase(right=0, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
-    DifficultyCase(right=1, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
-    DifficultyCase(right=2, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
-    DifficultyCase(right=3, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
-    DifficultyCase(right=4, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
-    DifficultyCase(right=1, tau=0.2, attenuated_weight=0.1, amplified_weight=1.0),
+    DifficultyCase(right_count=0, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right_count=1, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right_count=2, tau=0.5, attenuated_weight=1.0, amplified_weight=2.0),
+    DifficultyCase(right_count=3, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
+    DifficultyCase(right_count=4, tau=0.5, attenuated_weight=0.1, amplified_weight=1.0),
+    DifficultyCase(right_count=1, tau=0.2, attenuated_weight=0.1, amplified_weight=1.0),
 ]
 # With needs_correct a group without a right rollout is left as it is.
 CASE_WITHOUT_RIGHT = DifficultyCase(
-    right=0,
+    right_count=0,
     tau=0.5,
     attenuated_weight=1.0,
     amplified_weight=1.0,
@@ -215,7 +215,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
     `needs_correct` a group without a right rollout keeps its weight. Rewards: 1.0 right, 0.1 wrong.
     """
     rewards = torch.full((1, 4), 0.1)
-    rewards[:, : case.right] = 1.0
+    rewards[:, : case.right_count] = 1.0
     lengths = torch.full((1, 4), 10)
     options: dict[str, Any] = {
         "criteria": ("difficulty",),

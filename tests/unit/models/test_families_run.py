@@ -59,13 +59,13 @@ LORA_KEYS = {
 class TrainedFamily:
     """A tiny model of a family, and the run that trained it with its projector frozen.
 
-    `printed` is what the run printed.
+    `output` is what the run printed.
     """
 
-    kind: str
-    model: Path
-    run: Path
-    printed: str
+    model_type: str
+    model_folder: Path
+    run_folder: Path
+    output: str
 
 
 @pytest.fixture(scope="module", params=[kind for kind in TINY_FAMILIES if kind != DEFAULT_FAMILY])
@@ -103,10 +103,14 @@ def tensors_changed_by_part(before: Path, after: Path) -> Mapping[str, list[bool
 @pytest.mark.slow
 def test_the_frozen_part_stays_and_the_others_move(trained_family):
     """The projector is frozen; the language model moves whole, and most of the vision tower."""
-    changed_by_part = tensors_changed_by_part(trained_family.model, trained_family.run)
+    changed_by_part = tensors_changed_by_part(
+        trained_family.model_folder, trained_family.run_folder
+    )
     assert not any(changed_by_part["projector"])
     # Qwen3-VL has two deepstack mergers besides the merger, each with six tensors.
-    assert len(changed_by_part["projector"]) == (18 if trained_family.kind == "qwen3_vl" else 6)
+    assert len(changed_by_part["projector"]) == (
+        18 if trained_family.model_type == "qwen3_vl" else 6
+    )
     assert sum(changed_by_part["vision_tower"]) > 0.8 * len(changed_by_part["vision_tower"]), (
         "a key's bias moves nothing"
     )
@@ -116,8 +120,8 @@ def test_the_frozen_part_stays_and_the_others_move(trained_family):
 @pytest.mark.slow
 def test_what_a_family_cannot_share_is_said_in_one_line(trained_family):
     """A family's note is printed once, and a family without one prints none."""
-    family_note = FAMILIES[trained_family.kind].note
-    assert trained_family.printed.count(f"{trained_family.model}: {family_note}\n") == bool(
+    family_note = FAMILIES[trained_family.model_type].note
+    assert trained_family.output.count(f"{trained_family.model_folder}: {family_note}\n") == bool(
         family_note
     )
 
@@ -125,11 +129,11 @@ def test_what_a_family_cannot_share_is_said_in_one_line(trained_family):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(trained_family, tmp_path):
     """Without its last checkpoint and model, the run ends with the results that it had."""
-    interrupted_run = shutil.copytree(trained_family.run, tmp_path / "again")
+    interrupted_run = shutil.copytree(trained_family.run_folder, tmp_path / "again")
     shutil.rmtree(interrupted_run / f"checkpoint-{STEPS}")
     (interrupted_run / "model.safetensors").unlink()
-    train_tiny_run(interrupted_run, model_name_or_path=trained_family.model, **RUN_KEYS)
-    assert comparable_results(interrupted_run) == comparable_results(trained_family.run)
+    train_tiny_run(interrupted_run, model_name_or_path=trained_family.model_folder, **RUN_KEYS)
+    assert comparable_results(interrupted_run) == comparable_results(trained_family.run_folder)
 
 
 def score_model(model: Path, data: Path, output: Path) -> dict[str, Any]:
@@ -153,12 +157,12 @@ def score_model(model: Path, data: Path, output: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_run_and_its_adapter_are_evaluated(trained_family, drawn_problems, tmp_path):
     """A whole model is scored, and a LoRA run with its merged model."""
-    assert score_model(trained_family.run, drawn_problems, tmp_path / "whole")["total"] == 2
+    assert score_model(trained_family.run_folder, drawn_problems, tmp_path / "whole")["total"] == 2
     lora_run_keys = {**RUN_KEYS, "adora_freeze": "[]", **LORA_KEYS}
     adapted_run = train_tiny_run(
-        tmp_path / "lora", model_name_or_path=trained_family.model, **lora_run_keys
+        tmp_path / "lora", model_name_or_path=trained_family.model_folder, **lora_run_keys
     )
-    changed_by_part = tensors_changed_by_part(trained_family.model, adapted_run / "merged")
+    changed_by_part = tensors_changed_by_part(trained_family.model_folder, adapted_run / "merged")
     assert any(changed_by_part["language_model"])
     assert not any(changed_by_part["projector"])
     assert not any(changed_by_part["vision_tower"])

@@ -165,12 +165,12 @@ class CountingEngine:
             tokens_left = 10 * MAX_TOKENS  # more than may be sampled: it never ends by itself
             if length < MAX_TOKENS:
                 tokens_left = length - len(earlier_tokens)
-            count = min(request.max_tokens, tokens_left)
+            token_count = min(request.max_tokens, tokens_left)
             has_ended = tokens_left <= request.max_tokens
             results.append(
                 SamplingResult(
-                    tokens=[request.seed & LARGEST_TOKEN, *[self.step] * (count - 1)],
-                    logps=[-float(self.step)] * count,
+                    tokens=[request.seed & LARGEST_TOKEN, *[self.step] * (token_count - 1)],
+                    logps=[-float(self.step)] * token_count,
                     finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
                 )
             )
