@@ -178,7 +178,7 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer.train_dataset = run.data.train_dataset
         trainer.run = run
         trainer.parts.skip_bad_steps.bad_steps_in_a_row = 0
-        trainer.parts.skip_bad_steps.reason = None
+        trainer.parts.skip_bad_steps.stop_reason = None
         # as in a new process
         trainer._step = 0
         trainer._steps_of_generation = range(0)

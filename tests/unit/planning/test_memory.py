@@ -451,7 +451,7 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
     """An engine that does not sleep raises the peak, since its cache stays during the steps."""
-    awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
+    awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleeps=False))
     gained = (
         predict_memory(awake, 80 * GIB).peak_bytes
         - predict_memory(plan_recipe, 80 * GIB).peak_bytes
