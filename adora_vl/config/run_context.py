@@ -88,7 +88,7 @@ class RunContext:
         accelerate config set up DeepSpeed.
         """
         sharding = planned_sharding(options)
-        refuse_second_deepspeed(config.deepspeed, launch_has_stage=sharding.stage is not None)
+        refuse_second_deepspeed(config.deepspeed, launch_has_stage=sharding.zero_stage is not None)
         # An accelerate config says itself what DeepSpeed divides. Without one, the key `deepspeed`
         # may start it.
         if config.deepspeed or options.accelerate_config is None:
