@@ -154,7 +154,7 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
     A stop string, for example, ends an answer without the end-of-turn token. Here answers whose
     last token has an even id have ended, whatever the token is.
     """
-    monkeypatch.setattr(StopCriteria, "has_stopped", lambda self, ids, text: ids[-1] % 2 == 0)
+    monkeypatch.setattr(StopCriteria, "has_stopped", lambda self, ids, text=None: ids[-1] % 2 == 0)
     learned_batches = record_learned_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = train_one_step(tmp_path, **keys).state.log_history[0]
