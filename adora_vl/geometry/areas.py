@@ -56,7 +56,10 @@ def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
     if shape.head in CIRCLE_HEADS and not has_coloured_part(region):
         return measures.named_circle_measure(term)
     if shape.head == "Sector":
-        return _sector_area_of_term(measures, shape)
+        circle, angle = _sector_of_term(measures, shape)
+        if term.head == "PerimeterOf":
+            return _sector_perimeter(measures, circle, angle)
+        return _sector_area(measures, circle, angle)
     if region.head in COLOUR_HEADS:
         return _measure_coloured_region(measures, term, shape)
     if shape.head == "Shape" and measures.drawing.circles:
@@ -64,11 +67,12 @@ def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
     return measures.polygon_measure(term.head, measures.drawing.corners_of_shape(region))
 
 
-def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
-    """Return the area of a sector, such as that of `Sector(A, O, B)`.
+def _sector_of_term(measures: Measures, term: Term) -> tuple[Circle, Quantity]:
+    """Return the circle of a sector, such as `Sector(A, O, B)`, and its angle at the centre.
 
-    One of its three points is the centre. A sector without three points is the one whose angle at
-    the centre a fact gives. Raises `UnreadError` where none of the three points is a centre.
+    The angle is in degrees. One of the sector's three points is the centre. A sector without three
+    points is the one whose angle at the centre a fact gives. Raises `UnreadError` where none of the
+    three points is a centre.
     """
     names = term.names
     if len(names) == 3:
@@ -77,11 +81,9 @@ def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
             raise UnreadError(f"{term} has no centre of a circle")
         circle = centres[0]
         ends = [name for name in names if name != circle.centre]
-        return _sector_area(
-            measures, circle, measures.angle_between(ends[0], circle.centre, ends[1])
-        )
+        return circle, measures.angle_between(ends[0], circle.centre, ends[1])
     circle = measures.drawing.circle()
-    return _sector_area(measures, circle, _marked_central_angle(measures, circle))
+    return circle, _marked_central_angle(measures, circle)
 
 
 def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
@@ -91,6 +93,16 @@ def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantit
     """
     radius = measures.radius(circle)
     return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
+
+
+def _sector_perimeter(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
+    """Return the perimeter of a sector of a circle: its arc and two radii.
+
+    `angle` is the angle of the sector at the centre, in degrees.
+    """
+    diameter = times(Constant(2.0), measures.radius(circle))
+    arc = times(over(angle, Constant(360.0)), Constant(math.pi), diameter)
+    return plus(arc, diameter)
 
 
 def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:

@@ -5,6 +5,7 @@ which the drawing chooses one, and not to scale. Each has a line of working that
 """
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_some_new_problems_have_their_answers(problem: dict) -> None:
 def test_all_new_problems_have_their_answers(problem: dict) -> None:
     """Each of the 200 problems has the status and the value of its file."""
     assert_answer_of_problem(problem)
+
+
+def test_the_perimeter_of_a_sector_is_its_arc_and_two_radii() -> None:
+    """A radius of 9 and an angle of 80 degrees give 18 + 4 pi, and not the area of the sector."""
+    problem = dict(NAMED_PROBLEMS)["new_problems-l42"]
+    record = {**problem["record"], "question": ["Find(PerimeterOf(Sector(O,A,B)))"]}
+    result = solve_form(read_form_from_record(record))
+    assert result.status == "answered"
+    assert result.value == pytest.approx(18 + 4 * math.pi)
 
 
 SCHOOL_PROBLEMS = json.loads(Path(__file__).with_name("school_problems.json").read_text())
