@@ -308,7 +308,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
 
 def key_that_needs_missing_gpu(config: AdoraGRPOConfig) -> str | None:
-    """Return the key, `bf16` or `fp16`, that needs a GPU which this machine does not have.
+    """Return the key (`bf16`, `fp16`, `tf32`) that needs a GPU which this machine does not have.
 
     None if no key does.
     """
@@ -321,6 +321,8 @@ def key_that_needs_missing_gpu(config: AdoraGRPOConfig) -> str | None:
         return "bf16"
     if config.fp16 and not is_torch_cuda_available():
         return "fp16"
+    if config.tf32 and not is_torch_cuda_available():
+        return "tf32"
     return None
 
 

@@ -173,12 +173,15 @@ def _refuse_unread_optimizer_arguments(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for an entry of `optim_args` that the optimizer does not read.
 
     Transformers ignores it. It is found by trying: an entry is read if one of two values that no
-    optimizer has by default changes the optimizer's arguments, or is refused.
+    optimizer has by default changes the optimizer's arguments, or is refused. Nothing can be tried
+    where Transformers refuses the other entries alone, as it does for optimizers that need a model.
     """
     pairs = [pair for pair in (config.optim_args or "").replace(" ", "").split(",") if pair]
     for pair in pairs:
         remaining_pairs = [remaining for remaining in pairs if remaining != pair]
         arguments_without = _optimizer_arguments(config, remaining_pairs)
+        if arguments_without is None:
+            continue
         argument = pair.partition("=")[0]
         is_read = any(
             _optimizer_arguments(config, [*remaining_pairs, f"{argument}={value}"])

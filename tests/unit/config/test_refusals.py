@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel, ValidationError, model_validator
+from transformers import Trainer
 from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import compute_fingerprint
-from adora_vl.config import AdoraScriptArguments
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.export import main as export
 from adora_vl.models.check import check_model_parts, make_lora_config
 from adora_vl.models.load import PRETRAINED_FOLDER
@@ -336,6 +337,26 @@ def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> No
     for arguments_text in ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ","):
         line = error_of(check_machine.check_optimizer, checked_config(optim_args=arguments_text))
         assert line.startswith(f"optim_args: {arguments_text!r} is not NAME=VALUE"), line
+
+
+def test_arguments_of_an_optimizer_that_needs_the_model_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers builds GaLore only with a model, so nothing can be said about its arguments."""
+
+    def refuse_without_model(config: object) -> None:
+        raise ValueError("You need to pass a model to initialize galore_adamw optimizer.")
+
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(refuse_without_model))
+    arguments = "rank=64, update_proj_gap=100, scale=0.10"
+    check_machine.check_optimizer(checked_config(optim="galore_adamw", optim_args=arguments))
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_dry_run_for_another_machine_takes_tf32(bf16: bool) -> None:
+    """Transformers refuses it where this machine has no such GPU, and the planned one may have."""
+    config = AdoraGRPOConfig(output_dir="nowhere", bf16=bf16, tf32=True, planned_processes=1)
+    assert config.tf32 is True
 
 
 def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
