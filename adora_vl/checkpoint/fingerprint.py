@@ -78,7 +78,7 @@ _IGNORED_PREFIXES = (
     "trackio_",
 )
 # Arguments of `from_pretrained` that a key of their own says too, or that say only how the weights
-# are read. Any other entry of `model_init_kwargs` changes the model.
+# are read or tokens are sampled. Any other entry of `model_init_kwargs` changes the model.
 _LOADING_ARGUMENTS = {
     "dtype",
     "attn_implementation",
@@ -93,6 +93,7 @@ _LOADING_ARGUMENTS = {
     "max_memory",
     "proxies",
     "trust_remote_code",
+    "use_cache",
     "use_safetensors",
 }
 # Keys that influence the steps only if there is a budget.

@@ -441,7 +441,7 @@ def test_arguments_of_the_model_s_loading_count_where_they_change_the_model():
         return compute_fingerprint(config, data=["d"], model="m", revision="r", processes=1)
 
     without_arguments = fingerprint_with_arguments(None)
-    loading = {"token": "t", "device_map": "auto", "dtype": "float32"}
+    loading = {"token": "t", "device_map": "auto", "dtype": "float32", "use_cache": False}
     assert fingerprint_differences(without_arguments, fingerprint_with_arguments(loading)) == []
     other_model = fingerprint_with_arguments({"num_hidden_layers": 2, "rope": {"theta": 1}})
     assert fingerprint_differences(without_arguments, other_model) == [
