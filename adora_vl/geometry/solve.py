@@ -175,9 +175,10 @@ class FigureProblem:
         """Count how much a figure differs in kind from the picture, and an impossible answer.
 
         `value` is the answer. A length, an angle or an area has to be positive. A letter or a
-        cosine may have any value.
+        cosine may have any value. An angle that is said to be more than a full turn is none.
         """
         count = self.kind.faults(state)
+        count += FAULTS_OF_COLLAPSE * self.system.impossible_angles(state)
         goal = self.reading.goal_term
         is_measure = goal is not None and bool(goal.arguments) and self.reading.unit != "plain"
         if self.kind.used_points and is_measure and value <= _MIN_MEASURE * self.size:

@@ -17,6 +17,7 @@ from adora_vl.geometry.derivatives import Differentiated, apply_function
 from adora_vl.geometry.layout import PointNumbers, UnknownsLayout, Vector, add_point_slopes
 from adora_vl.geometry.linear import LinearSum, NotLinearError, linear_sum
 from adora_vl.geometry.quantities import (
+    Angle,
     Arithmetic,
     Between,
     Equal,
@@ -25,6 +26,7 @@ from adora_vl.geometry.quantities import (
     Perpendicular,
     Quantity,
     Relation,
+    Sweep,
     Unit,
     Unknown,
     atoms_of,
@@ -35,6 +37,7 @@ from adora_vl.geometry.quantities import (
 _END_MARGIN = 0.001  # share of a segment; a point this near to an end does not lie between the ends
 # Angles that differ by more degrees than this are compared the other way round the circle.
 _MAX_PLAIN_DIFFERENCE = 300.0
+_TURN_TOLERANCE = 1e-3  # degrees that a measure of an angle may be below 0, or above 360
 
 
 class _Residuals(NamedTuple):
@@ -171,7 +174,25 @@ class System(UnknownsLayout):
         self._linear_is_angle = np.array(
             [equation.unit == "degrees" for equation in linear], dtype=bool
         )
+        self._stated_angles = self._find_stated_angles()
         return [*linear, *self._curved]
+
+    def _find_stated_angles(self) -> list[tuple[int, int]]:
+        """Return the row of each linear equation of one angle and letters, and the angle's column.
+
+        `14y - 8` for an angle is one. An equation of several angles is none: their sum may have
+        whole turns.
+        """
+        atoms = list(self.atoms.row_by_atom)
+        stated_angles: list[tuple[int, int]] = []
+        for row in np.flatnonzero(self._linear_is_angle):
+            columns = [int(column) for column in np.flatnonzero(self._linear_factors[row])]
+            angles = [column for column in columns if isinstance(atoms[column], Angle | Sweep)]
+            letters = [column for column in columns if isinstance(atoms[column], Unknown)]
+            # Anything else, such as a distance, may have any value.
+            if len(angles) == 1 and letters and len(letters) + 1 == len(columns):
+                stated_angles.append((int(row), angles[0]))
+        return stated_angles
 
     def _weight(self, unit: Unit) -> float:
         """Return the factor that turns a difference in a unit into a residual.
@@ -288,6 +309,24 @@ class System(UnknownsLayout):
             return _Residuals(values=residuals, slopes=None)
         slopes = (self._linear_factors @ gradient) * self._linear_weights[:, None]
         return _Residuals(values=residuals, slopes=slopes)
+
+    def impossible_angles(self, state: Vector) -> int:
+        """Count the angles that are equal to an expression only after whole turns.
+
+        The residual of an angle leaves out whole turns. So `14y - 8` fits an angle of 127 degrees
+        with y = 9.64, and with y = 35.36, where it is 487. No measure of an angle is below 0 or
+        above 360. `state` has the values of all unknowns.
+        """
+        values, _ = self.atoms.evaluate(state, slopes=False)
+        count = 0
+        for row, column in self._stated_angles:
+            factors = self._linear_factors[row]
+            difference = float(factors @ values) + float(self._linear_constants[row])
+            # The difference is 0, up to whole turns, so this is what the angle is said to be.
+            stated = float(values[column]) - difference / float(factors[column])
+            if not -_TURN_TOLERANCE < stated < 360 + _TURN_TOLERANCE:
+                count += 1
+        return count
 
     def _curved_equation(
         self, equation: Equal, values: Vector, gradient: Vector | None

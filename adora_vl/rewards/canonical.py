@@ -133,7 +133,11 @@ _COMMAND_SUBSTITUTIONS = [
             rf"\\binom\s*{_SHORT_ARGUMENT}\s*{_LAST_SHORT_ARGUMENT}",
             r"\\binom{\1}{\2}",
         ),
-        ("over", r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (
+            "over",
+            r"\{((?:[^{}]|\{[^{}]*\})*)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}",
+            r"\\frac{\1}{\2}",
+        ),
         ("choose", r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.

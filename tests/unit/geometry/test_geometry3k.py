@@ -52,6 +52,14 @@ def test_some_verdicts_are_the_stored_ones(records: dict) -> None:
         assert_stored_verdict(name, records)
 
 
+def test_an_angle_is_at_most_a_full_turn(records: dict) -> None:
+    """An angle of 127 degrees is `14y - 8` for y = 9.64, and not for 35.36, where it is 487."""
+    record = copy.deepcopy(records["862"])
+    record["facts"].remove("Equals(LengthOf(Line(Q, J)), 2y)")
+    result = solve_form(read_form_from_record(record))
+    assert result.value is None or result.value == pytest.approx(135 / 14)
+
+
 @pytest.mark.slow
 def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
     """The engine's verdict on each problem is the stored one."""
