@@ -126,8 +126,9 @@ def explain_grade(
     )
     final_response = text_after_thinking(response, thinking_opened)
     lines: list[str] = []
-    if final_response != with_latex_boxes(response):
-        thinking_chars = len(response) - len(final_response)
+    whole_response = with_latex_boxes(response)
+    if final_response != whole_response:
+        thinking_chars = len(whole_response) - len(final_response)
         lines.append(f"thinking   {pluralize(thinking_chars, 'character')} set aside")
     extracted = "(no complete box)"
     if result.extracted is not None:

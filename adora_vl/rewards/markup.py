@@ -30,7 +30,7 @@ _ARC_COMMAND_PATTERN = re.compile(
 _UNIT_VECTOR_PATTERN = re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}")
 _BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])|\\\|")
 # Signs that a proof or a check has ended, behind the answer.
-_END_MARK_PATTERN = re.compile(r"\s*\\(?:checkmark|blacksquare|qed)(?![A-Za-z])\s*$")
+_END_MARK_PATTERN = re.compile(r"(?<!\s)\s*\\(?:checkmark|blacksquare|qed)(?![A-Za-z])\s*$")
 # Other names of a command that is read, and words for signs of logic.
 _COMMAND_BY_SYNONYM = {
     "measuredangle": r"\angle",

@@ -137,8 +137,10 @@ def text_up_to_answer(response: str) -> str:
     """
     text = response[:_MAX_CHARS]
     box = text.rfind(_BOX_COMMAND)
-    end_of_glm_box = text.rfind(BOX_TOKENS[1])
-    if end_of_glm_box > box:
+    # A closing token alone ends no box: `\boxed{5} as AC = 3 <|end_of_box|>` ends behind `}`.
+    glm_box = text.rfind(BOX_TOKENS[0])
+    end_of_glm_box = text.find(BOX_TOKENS[1], glm_box)
+    if glm_box > box and end_of_glm_box >= 0:
         return text[: end_of_glm_box + len(BOX_TOKENS[1])]
     if box < 0:
         return text

@@ -67,17 +67,30 @@ _QUANTITY_ADJECTIVE = (
     r"(?i:(?:total|surface|lateral|shaded|side|scale|arc|base|slant|central|inscribed|interior|exterior"
     r"|acute|obtuse|missing|unknown|required|shortest|longest|minor|major)\s+)"
 )
-_WORD_OF_FIGURE = r"(?!(?:not|n?or|and|half|twice|double|minus|plus|less|more|than|is|are|if|without)\b)[a-z]{1,15}\s+"
+# Words between `of` and a name. They too are listed: `the value of negative x is 7` says -7 of `x`.
+_WORD_OF_FIGURE = (
+    r"(?i:(?:the|an?|its|this|each|line|segment|side|edge|base|leg|arc|chord|angle|sector|circle|semicircle|ellipse"
+    r"|triangle|quadrilateral|square|rectangle|parallelogram|rhombus|trapezoid|kite|polygon|pentagon|hexagon|octagon"
+    r"|prism|pyramid|cylinder|cone|sphere|cube|figure|shape|point|vertex|radius|diameter|hypotenuse|diagonal|tangent"
+    r"|altitude|median|ladder|shaded|given|entire|whole|regular|right|isosceles|equilateral|scalene|inscribed"
+    r"|circumscribed|central|exterior|interior|acute|obtuse|minor|major|shorter|longer|smaller|larger|unknown|missing"
+    r"|similar|inner|outer|composite|top|bottom|left|variable)\s+)"
+)
+# The last word before the verb may be any name but these: `the area of half is 6`.
+_NO_MODIFIER = (
+    r"(?!(?i:not|n?or|and|half|twice|double|triple|thrice|minus|plus|times|squared|negative)\b)"
+)
 _ANNOUNCED_VALUE_PATTERN = re.compile(
     rf"(?i:the\s+)?{_QUANTITY_ADJECTIVE}{{0,2}}{_QUANTITY_WORD}"
-    rf"(?:\s+(?:of|for|from|between)\s+(?:{_WORD_OF_FIGURE}){{0,3}}{SIMPLE_NAME}"
+    rf"(?:\s+(?:of|for|from|between)\s+(?:{_WORD_OF_FIGURE}){{0,3}}{_NO_MODIFIER}{SIMPLE_NAME}"
     rf"(?:\s+(?:to|and)\s+{SIMPLE_NAME})?|\s+(?:{FIGURE_NAME_PATTERN.pattern})"
     r"|\s+[a-z](?![A-Za-z]))?"
     r"\s*(?:[:=]|(?:is|equals)(?![a-z])(?:\s+equal\s+to)?)\s*(?=[-+]?\s?[\d\\.(])"
 )
-# `\angle ABC is 65`, `x is 7`, `AB equals 7`.
+# `\angle ABC is 65`, `x is 7`, `AB equals 7`. A capital alone may be the letter of a choice:
+# `B is 7` may give it the value of another choice.
 _NAME_IS_PATTERN = re.compile(
-    rf"(?![a-z]{{2}})(?:{FIGURE_NAME_PATTERN.pattern}|[A-Za-z](?:_\d)?|\\(?:theta|alpha|beta|gamma|phi))"
+    rf"(?![a-z]{{2}})(?:{FIGURE_NAME_PATTERN.pattern}|[a-z](?:_\d)?|[A-Z]_\d|\\(?:theta|alpha|beta|gamma|phi))"
     r"\s+(?:is|equals)\s+(?:equal\s+to\s+)?(?=[-+]?\s?[\d\\.(])"
 )
 _POINT_WORD_PATTERN = re.compile(

@@ -51,6 +51,9 @@ _MAX_LETTER_ANSWER_CHARS = 39
 _MAX_ORDINAL_ANSWER_CHARS = 59
 # Words such as `not` within this many characters before a letter in brackets may rule it out.
 _RULING_OUT_CHARS = 60
+# Clauses and equations, to find the result of a calculation. `x <= 5` and `x != 5` give none.
+_CLAUSE_END_PATTERN = re.compile(r"[,;]\s|\b(?:and|or|but)\b", re.IGNORECASE)
+_EQUALS_SIGN_PATTERN = re.compile(r"(?<![<>!=])=(?!=)")
 # Words that begin the reason of a statement. A reason may name other choices.
 _REASON_WORDS_PATTERN = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
 # A word of four letters or more. A choice with one is not only a value. A LaTeX command is no word.
@@ -321,11 +324,11 @@ def _index_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
     1. as a whole
     2. without the choices that it denies: `not a circle but a kite`
     3. up to the words that begin a reason: `a square, since a circle has no sides`
-    4. behind the last equals sign: `180 - 30 - 90 = 60`
+    4. behind the last equals sign: `180 - 30 - 90 = 60`, but not in `x = 30 or x = 45`
     """
     for sentence in _sentences_conclusions_first(text):
         text_before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
-        result_of_equation = sentence.rpartition("=")[2] if "=" in sentence else ""
+        result_of_equation = _result_of_equation(matcher, sentence)
         searches = (
             (sentence, True),
             (sentence, False),
@@ -337,6 +340,23 @@ def _index_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
             if len(indices) == 1:
                 return indices.pop()
     return None
+
+
+def _result_of_equation(matcher: ChoiceMatcher, sentence: str) -> str:
+    """Return what stands behind the last equals sign of a sentence.
+
+    Returns an empty text without such a sign, and where an earlier clause mentions a choice too, as
+    in `x = 30 or x = 45`.
+    """
+    earlier_clauses = ""
+    last_clause = sentence
+    for clause_end in _CLAUSE_END_PATTERN.finditer(sentence):
+        earlier_clauses = sentence[: clause_end.start()]
+        last_clause = sentence[clause_end.end() :]
+    sides = _EQUALS_SIGN_PATTERN.split(last_clause)
+    if len(sides) == 1 or matcher.mentioned_indices(earlier_clauses):
+        return ""
+    return sides[-1]
 
 
 def _sentences_conclusions_first(text: str) -> list[str]:

@@ -100,8 +100,9 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
         bracketed_letter=re.compile(rf"[(（]\s*({any_case})\s*[)）]"),
         named_letter=re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b"),
         fitting_letter=re.compile(
-            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|satisfies|holds|(?:is|must be)"
-            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
+            rf"(?<![A-Za-z0-9_])(?<!(?i:point|angle) )(?<!(?i:line) )[(（]?({capital})[)）]?\s+"
+            r"(?:(?:fits|works|matches|satisfies|holds)(?! (?:no|none|neither|nothing)\b)"
+            r"|(?:is|must be)(?: the)? (?:correct|right|answer|best|only one)\b)"
         ),
         letter_with_verdict=re.compile(
             rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"

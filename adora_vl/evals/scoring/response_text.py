@@ -75,8 +75,11 @@ def without_labels(text: str) -> str:
     """Remove the numbers of steps, questions and list items at the beginning of lines.
 
     `Step 1: Count 18` becomes `Count 18`. Items have to be numbered 1, 2 and so on: `15. I counted
-    them` is no item of a list, and stays.
+    them` is no item of a list, and stays. `Step 3` alone stays, since it may be what was asked for.
     """
+    is_label_alone = re.search(r"\d", _LABEL_PATTERN.sub("", text)) is None and "\n" not in text
+    if is_label_alone:
+        return text
     text = _LABEL_PATTERN.sub(r"\1", text)
     item_numbers = [int(item[2]) for item in _ITEM_NUMBER_PATTERN.finditer(text)]
     if item_numbers[:2] != [1, 2]:

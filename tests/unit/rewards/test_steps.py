@@ -156,6 +156,12 @@ def test_it_logs_shares_and_shows_the_claims(figure_json: str) -> None:
         ("no box", "no box"),
         (r"\boxed", r"\boxed"),
         ("<|begin_of_box|>1<|end_of_box|> c", "<|begin_of_box|>1<|end_of_box|>"),
+        (
+            "<|begin_of_box|>1<|end_of_box|> c <|end_of_box|>",
+            "<|begin_of_box|>1<|end_of_box|>",
+        ),
+        (r"\boxed{1} c <|end_of_box|>", r"\boxed{1}"),
+        (r"\boxed{1} c <|begin_of_box|>", r"\boxed{1}"),
     ],
 )
 def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> None:
