@@ -90,8 +90,8 @@ def test_a_run_over_epochs_has_finished_with_its_last_step_and_not_before(
     vars(run).update(
         request=Mock(config=Mock(max_steps=max_steps, num_train_epochs=epochs)),
         layout=layout,
-        data=Mock(rows=rows),
-        output=Mock(start=Mock(checkpoint=str(tmp_path))),
+        data=Mock(row_count=rows),
+        output=Mock(start_point=Mock(checkpoint=str(tmp_path))),
     )
     for step in range(1, last_step + 1):
         (tmp_path / "manifest.json").write_text(json.dumps({"step": step}))

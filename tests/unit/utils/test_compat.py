@@ -29,6 +29,7 @@ FILES_THAT_SET_KEYS = {
     "adora_vl/config/methods.py",
     "adora_vl/config/values.py",
     "adora_vl/config/schema.py",
+    "adora_vl/preflight/request.py",  # keys that stand in model_init_kwargs
     "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
 }
 SHARED_IMAGES_FILE = "adora_vl/data/shared_images.py"  # gives pictures a class of ours
