@@ -29,7 +29,7 @@ from tests.support.pictures import draw_figure, encode_picture
 
 
 def decompression_bomb() -> bytes:
-    """Return a PNG_PICTURE of a few hundred bytes whose header says 120,000 x 120,000 pixels."""
+    """Return a PNG of a few hundred bytes whose header says 120,000 x 120,000 pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return (
@@ -66,19 +66,19 @@ def write_file(name: str, content: bytes) -> Damage:
 
 
 PNG_PICTURE = encode_picture(draw_figure(3))
-JPEG_PICTURE = encode_picture(draw_figure(3), "JPEG_PICTURE")
+JPEG_PICTURE = encode_picture(draw_figure(3), "JPEG")
 # by the name of a fault: the picture, the changed keys of data.json or the damage to the folder,
 # and the reason under which the row is refused
 PICTURE_AND_KIND_BY_FAULT: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
     "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_svg"),
-    "PNG_PICTURE cut in half": (PNG_PICTURE[: len(PNG_PICTURE) // 2], "image_truncated"),
-    "PNG_PICTURE without its end": (PNG_PICTURE[:-12], "image_truncated"),
-    "JPEG_PICTURE cut in half": (JPEG_PICTURE[: len(JPEG_PICTURE) // 2], "image_truncated"),
+    "PNG cut in half": (PNG_PICTURE[: len(PNG_PICTURE) // 2], "image_truncated"),
+    "PNG without its end": (PNG_PICTURE[:-12], "image_truncated"),
+    "JPEG cut in half": (JPEG_PICTURE[: len(JPEG_PICTURE) // 2], "image_truncated"),
     "BMP cut": (encode_picture(draw_figure(3), "BMP")[:-100], "image_truncated"),
-    "PNG_PICTURE with a flipped byte": (with_flipped_byte(PNG_PICTURE), "image_undecodable"),
+    "PNG with a flipped byte": (with_flipped_byte(PNG_PICTURE), "image_undecodable"),
     "animated GIF": (two_frame_picture("GIF"), "image_animated"),
-    "animated PNG_PICTURE": (two_frame_picture("PNG_PICTURE"), "image_animated"),
+    "animated PNG": (two_frame_picture("PNG"), "image_animated"),
     "animated WebP": (two_frame_picture("WEBP"), "image_animated"),
     "decompression bomb": (decompression_bomb(), "image_too_large"),
     "one pixel": (encode_picture(Image.new("RGB", (1, 1))), "image_degenerate"),
@@ -134,7 +134,7 @@ VALUE_AND_REMEDY_BY_FAULT = {  # of some: the value and the remedy
     "blank choice": "choice B, the right one, is ' '",
     "an open list as a gold": "with the right answer '2, 4, ...' no answer would be graded as right",
     "no picture": "img_diagram.png cannot be read",
-    "PNG_PICTURE cut in half": "is not usable (Truncated File Read)",
+    "PNG cut in half": "is not usable (Truncated File Read)",
 }
 
 
@@ -324,7 +324,7 @@ def folders_with_leaks(tmp_path: Path) -> Path:
     )
     # seen again by a camera
     write_problem_folder(
-        raw, "train", 2, encode_picture(figure.resize((190, 190)), "JPEG_PICTURE", quality=60)
+        raw, "train", 2, encode_picture(figure.resize((190, 190)), "JPEG", quality=60)
     )
     # another question
     write_problem_folder(raw, "train", 3, encode_picture(figure), problem_text="Find the radius.")
@@ -469,7 +469,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(
         raise AssertionError("decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded)
-    # the same PNG_PICTURE with another width and height in its header, and their checksum
+    # the same PNG with another width and height in its header, and their checksum
     side = int(MAX_DECODED_PIXELS**0.5) + 10
     smaller_bomb = bytearray(decompression_bomb())
     smaller_bomb[16:24] = struct.pack(">II", side, side)
