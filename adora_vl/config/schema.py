@@ -137,9 +137,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                 self.bf16 = False
                 self.fp16 = False
                 self.tf32 = None
-            if not under_launcher():
+            if not under_launcher() and "WORLD_SIZE" not in os.environ:
                 # Without processes to connect, Transformers would fail in a backend, and a dry run
-                # plans for processes that are not here.
+                # plans for processes that are not here. Other launchers set the variable.
                 self.ddp_backend = None
             super().__post_init__()
         except ValueError:

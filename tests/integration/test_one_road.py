@@ -1038,6 +1038,7 @@ CHECKS_IN_ORDER = [
     "check_parts",
     "check_prompts",
     "check_rows",
+    "check_first_prompt",
     "check_tool_reply_room",
     "check_user_code",
     "check_evaluations",
