@@ -124,7 +124,7 @@ class _Teacher:
         # learning.
         called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNER_NAMES)
         call = zoom_call(called_corner)
-        reply = self.toolbox.answer(call, [image], seed="", is_last=False)
+        reply = self.toolbox.answer(call, [image], seed="", last=False)
         assert reply is not None
         reply_text = "".join(part if isinstance(part, str) else _IMAGE for part in reply.parts)
         reply_images = [part for part in reply.parts if isinstance(part, Image.Image)]

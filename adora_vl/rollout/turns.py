@@ -188,7 +188,7 @@ class Tools(Protocol):
         images: Sequence[Image.Image],
         *,
         seed: str,
-        is_last: bool,
+        last: bool,
         environment: object,
     ) -> ToolAnswer | None:
         """Answer the calls in a turn of the policy; None where it called nothing.
@@ -197,7 +197,7 @@ class Tools(Protocol):
             text: the text of the turn.
             images: the images of the problem, then those that tools have returned.
             seed: a text from which the random numbers of the tools follow.
-            is_last: whether this is the last turn of the rollout that is answered.
+            last: whether this is the last turn of the rollout that is answered.
             environment: the environment of this rollout, whose methods are tools too; None in a run
                 without environments.
         """
@@ -265,7 +265,7 @@ class ToolLoop:
             text,
             [*images, *(picture.image for picture in rollout.pictures)],
             seed=f"{seed}/{answer_count}",
-            is_last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
+            last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
             environment=rollout.environment,
         )
         if answer is None:

@@ -281,7 +281,7 @@ class Toolbox:
         images: Sequence[Image.Image],
         *,
         seed: str,
-        is_last: bool,
+        last: bool,
         environment: object = None,
     ) -> ToolAnswer | None:
         """Run the calls in a turn of the policy, and return the answer to all of them.
@@ -290,7 +290,7 @@ class Toolbox:
             text: the text of the turn.
             images: the pictures of the problem, then those of earlier answers.
             seed: a text from which the random numbers of the calls follow.
-            is_last: whether no calls remain after this turn; the answer then says so.
+            last: whether no calls remain after this turn; the answer then says so.
             environment: the environment of the rollout, if it has one.
 
         Returns None if the turn calls nothing.
@@ -320,7 +320,7 @@ class Toolbox:
                 break  # this call was the first one too many, and got an error that says so
         if not calls:
             return None
-        if is_last:
+        if last:
             parts.append(f"\n{NO_CALLS_LEFT}")
         return ToolAnswer(tuple(parts), tuple(calls))
 

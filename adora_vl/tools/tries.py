@@ -85,10 +85,8 @@ def _different_answers(
     for arguments in _trial_arguments(function["parameters"]):
         call = json.dumps({"name": function["name"], "arguments": arguments})
         text = f"{CALL_TAG}{call}"
-        first = toolbox.answer(text, images, seed="try", is_last=False, environment=environments[0])
-        second = toolbox.answer(
-            text, images, seed="try", is_last=False, environment=environments[1]
-        )
+        first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
+        second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
         assert first is not None, "the text has a call"
         assert second is not None, "the text has a call"
         if not _are_same_answers(first, second):

@@ -563,7 +563,7 @@ def test_tools_rewards_and_environments_from_python_are_called_and_hashed(tmp_pa
     """A call of the function is answered, and the environment's reward is one of the rewards."""
     run = check_run_with_environment(tmp_path, Board, tools=[area, "zoom"])
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
-    answer = run.prompts.toolbox.answer(call, [], seed="", is_last=True)
+    answer = run.prompts.toolbox.answer(call, [], seed="", last=True)
 
     assert answer.calls[0].text == "9"
     assert run.rewards.entries == ("reward_pairs", "Board")

@@ -198,7 +198,7 @@ class DrawnPictureTools:
         images: Sequence[Image.Image],
         *,
         seed: str,
-        is_last: bool,
+        last: bool,
         environment: Any,
     ) -> Any:
         """Return the answer to a turn, or None: then the rollout has ended."""

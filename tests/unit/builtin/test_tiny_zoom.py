@@ -77,7 +77,7 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built_model, toolbox):
 @pytest.mark.parametrize("corner", CORNER_NAMES)
 def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
     picture, _ = draw_numbered_corners(random.Random(0), PICTURE_SIZE)
-    reply = toolbox.answer(zoom_call(corner), [picture], seed="0", is_last=False)
+    reply = toolbox.answer(zoom_call(corner), [picture], seed="0", last=False)
     view: Any = reply.parts[2]
     left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN_SIZE
     top_edge = 0 if "top" in corner else PICTURE_SIZE - SEEN_SIZE

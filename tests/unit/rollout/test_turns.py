@@ -80,7 +80,7 @@ class ToolRequest(NamedTuple):
     text: str  # of the turn
     image_sizes: list[tuple[int, int]]  # width and height
     seed: str
-    is_last: bool  # whether no further turn of the rollout is answered
+    last: bool  # whether no further turn of the rollout is answered
 
 
 class FakeTools:
@@ -91,11 +91,11 @@ class FakeTools:
         self.requests = list[ToolRequest]()
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
     ) -> Any:
         """Record the request, and return the texts and pictures with a call of `zoom`."""
         image_sizes = [image.size for image in images]
-        self.requests.append(ToolRequest(text, image_sizes, seed, is_last))
+        self.requests.append(ToolRequest(text, image_sizes, seed, last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
@@ -323,14 +323,12 @@ def test_tools_get_the_text_of_the_turn_all_images_and_a_seed_of_its_own():
     first_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL), END])
     second_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL + TURN_WITH_CALL), END])
     assert tools.requests == [
-        ToolRequest(
-            text=first_text, image_sizes=[(28, 28)], seed="7/train/3/0/1/0/0", is_last=False
-        ),
+        ToolRequest(text=first_text, image_sizes=[(28, 28)], seed="7/train/3/0/1/0/0", last=False),
         ToolRequest(
             text=second_text,
             image_sizes=[(28, 28), (56, 28)],
             seed="7/train/3/0/1/0/1",
-            is_last=True,
+            last=True,
         ),
     ]
 

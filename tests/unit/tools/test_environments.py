@@ -71,7 +71,7 @@ def call_open(toolbox, rollout, door):
     """Return the answer to a call of the tool `open` by this rollout."""
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
     return (
-        toolbox.answer(call, [], seed="0", is_last=False, environment=rollout.environment)
+        toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment)
         .calls[0]
         .text
     )

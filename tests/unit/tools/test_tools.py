@@ -52,7 +52,7 @@ def tool_call(name, **arguments):
 def response_to(toolbox, text, images=None):
     """Return what calls in a text bring back: a text with <image> for each picture, and those."""
     answer = toolbox.answer(
-        text, [picture_with_black_corner()] if images is None else images, seed="0", is_last=False
+        text, [picture_with_black_corner()] if images is None else images, seed="0", last=False
     )
     pictures = [part for part in answer.parts if not isinstance(part, str)]
     text = "".join(part if isinstance(part, str) else "<image>" for part in answer.parts)
@@ -155,7 +155,7 @@ def test_ten_thousand_broken_calls_are_one_line_each():
             )
             text = text[:position] + change + text[position + rng.randrange(0, 4) :]
         answer = toolbox.answer(
-            text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", is_last=False
+            text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", last=False
         )
         for call in answer.calls:
             assert call.failed == call.text.startswith("Error: ")
@@ -163,7 +163,7 @@ def test_ten_thousand_broken_calls_are_one_line_each():
             assert len(call.text) <= 400
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
-    assert toolbox.answer("no call", [], seed="0", is_last=False) is None
+    assert toolbox.answer("no call", [], seed="0", last=False) is None
 
 
 HOSTILE_TOOLS_FILE = '''
@@ -416,7 +416,7 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         if rng.random() < 0.2:
             text = text.replace("[", "[" * rng.choice([9, 600, 990]), 1)
         answer = toolbox.answer(
-            f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", is_last=False
+            f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", last=False
         )
         [call] = answer.calls
         assert call.failed == call.text.startswith("Error: ")
@@ -569,7 +569,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     toolbox = build_toolbox("own.py:misbehave")
     call = tool_call("misbehave", how="draw")
     states_before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-    answers = [toolbox.answer(call * 2, [], seed=seed, is_last=False) for seed in ("a", "a", "b")]
+    answers = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
     texts = [[call_of_answer.text for call_of_answer in answer.calls] for answer in answers]
     assert texts[0] == texts[1]
     assert len({*texts[0], *texts[2]}) == 4, "two calls for each of two seeds"
@@ -584,7 +584,7 @@ def test_calls_that_are_too_many_and_the_last_turn_are_said():
     """Calls over the limit of a turn are refused, and the last turn says that it is the last."""
     toolbox = build_toolbox()
     call = tool_call("calculate", expression="1+1")
-    answer = toolbox.answer(call * 9, [], seed="0", is_last=True)
+    answer = toolbox.answer(call * 9, [], seed="0", last=True)
     refusal = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
     assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refusal]
     assert answer.parts[-1] == "\nNo calls are left."
