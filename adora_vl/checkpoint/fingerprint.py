@@ -179,7 +179,8 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
         for field in dataclasses.fields(section):
             value = without_secrets(to_json_types(getattr(section, field.name)))
             values |= with_dotted_keys(field.name, value)
-    # Without entries that change the model there is no text, as with the key null.
+    # Arguments that do not change the model are left out, and so is the key itself where it is null
+    # or empty. Then a run with `{use_cache: false}` is the same run as one without the key.
     for name in list(values):
         key, _, argument = name.partition(".")
         is_for_loading = not argument or argument.partition(".")[0] in _LOADING_ARGUMENTS

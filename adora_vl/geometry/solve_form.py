@@ -139,7 +139,7 @@ def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bo
     if outcome.status == "open":
         return _verdict_of_open_goal(form, problem, outcome)
     if outcome.status == "ambiguous":
-        return _verdict_of_rivals(form, problem, outcome)
+        return _verdict_of_rivals(problem, outcome)
     if outcome.disordered_lines:
         return _verdict_of_disorder(outcome)
     if not repair:
@@ -272,7 +272,7 @@ def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, outcome: Outc
     )
 
 
-def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
+def _verdict_of_rivals(problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict where several figures fit, or only one, of which nobody can be sure.
 
     A single figure is in doubt where it differs from the picture, or where there is no picture.

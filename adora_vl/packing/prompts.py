@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Outputs of a processor that have a value for each token of the prompt.
 TOKEN_TYPE_FIELDS = ("token_type_ids", "mm_token_type_ids")
+# Outputs of a processor that have the images of all prompts in a row.
+IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 
 
 @dataclass(frozen=True)
@@ -250,10 +252,9 @@ def select_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
 
     `rows`: the indices of the rows.
     """
-    image_fields = ("pixel_values", "image_grid_thw")
     fields: dict[str, Any] = {}
     for name, values in prompts.fields.items():
-        if name not in image_fields:
+        if name not in IMAGE_FIELDS:
             fields[name] = [values[row] for row in rows]
     messages = [prompts.messages[row] for row in rows]
     ids = [prompts.ids[row] for row in rows]

@@ -107,7 +107,8 @@ def without_words_around_value(text: str) -> str:
     - `center (2, -5)` becomes `(2, -5)`
     - `20\sqrt{3} (about 34.64)` becomes `20\sqrt{3} \approx 34.64`
     """
-    text = _ANSWER_LABEL_PATTERN.sub("", text, count=1) if "nswer" in text or ":" in text else text
+    if "nswer" in text or ":" in text:  # a quick test
+        text = _ANSWER_LABEL_PATTERN.sub("", text, count=1)
     text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
     value_and_about = _BRACKETED_ABOUT_PATTERN.fullmatch(text)
     if value_and_about:

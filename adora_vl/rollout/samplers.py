@@ -89,7 +89,10 @@ class TransformersSampler:
         """
         assert prompts is not None
         assert settings is None
-        limits = [request.max_tokens or 1 for request in requests]
+        limits = []
+        for request in requests:
+            assert request.max_tokens is not None
+            limits.append(request.max_tokens)
         # With weights divided by ZeRO-3 generation is collective, so a rank without requests
         # samples a token for its stand-in, which is in none of the results.
         completions = self._generate(prompts, max(limits, default=1))

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.packing.image_store import ImageBanks, first_patches
+from adora_vl.packing.prompts import IMAGE_FIELDS
 from adora_vl.types import Batch
 
 # The columns of a batch by name, of which `pixel_values` is split by row: a list with an entry for
@@ -23,9 +24,6 @@ _SplitBatch = dict[str, Any]
 # of its first patch.
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
-# The second dimension of these columns does not count tokens, though it may be as wide as one that
-# does.
-_COLUMNS_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
 
 
 class RowReader:
@@ -232,7 +230,8 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
         prompt_width: token columns of prompts in the batch.
         completion_width: token columns of completions in the batch.
     """
-    if not isinstance(value, Tensor) or value.dim() < 2 or name in _COLUMNS_WITHOUT_TOKEN_AXIS:
+    # The second dimension of images counts no tokens, though it may be as wide as one that does.
+    if not isinstance(value, Tensor) or value.dim() < 2 or name in IMAGE_FIELDS:
         return "none"
     if name in ("prompt_ids", "prompt_mask"):
         return "prompt"

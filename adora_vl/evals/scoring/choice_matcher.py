@@ -61,6 +61,9 @@ class ChoiceMatcher:
             text = normalise_choice_text(choice)
             is_letter = len(text) == 1 and text.upper() in self.letters
             self.normalised_choices.append("" if is_letter else text)
+        self._choices_without_article = [
+            _ARTICLE_PATTERN.sub("", choice) for choice in self.normalised_choices
+        ]
         self.patterns = letter_patterns(self.letters[-1])
         self._repeated_options_pattern = _build_options_pattern(self.choices, self.letters)
 
@@ -166,8 +169,9 @@ class ChoiceMatcher:
         if normalised_text in self.normalised_choices:
             return self.normalised_choices.index(normalised_text)
         bare_text = _ARTICLE_PATTERN.sub("", normalised_text)
-        bare_choices = [_ARTICLE_PATTERN.sub("", choice) for choice in self.normalised_choices]
-        return bare_choices.index(bare_text) if bare_text in bare_choices else None
+        if bare_text not in self._choices_without_article:
+            return None
+        return self._choices_without_article.index(bare_text)
 
     def _match_letter_of_short_text(self, text: str) -> re.Match[str] | None:
         """Match the letter of a choice in a short text: alone, in front, or at the end in brackets.
