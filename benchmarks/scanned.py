@@ -48,6 +48,9 @@ from adora_vl.utils.launch import prepare_engine_environment, use_expandable_seg
 from benchmarks.attenuation.start import hash_of_weights
 
 if TYPE_CHECKING:
+    from adora_vl.builtin.small_model import UntrainedModel
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart
+    from adora_vl.data.dataset import Row
     from adora_vl.trainer import AdoraGRPOTrainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -125,9 +128,17 @@ def machine_keys(size: ModelSize | None, device: str) -> dict[str, bool]:
 
 
 def commit_of_runs() -> str:
-    """Return the commit that the runs are made from, with a plus sign if files differ from it."""
+    """Return the commit that the runs are made from, with a plus sign if files differ from it.
+
+    It is `unknown` outside of a repository, and where git is not installed.
+    """
     command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
-    described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    try:
+        described = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "unknown"
     return described.stdout.strip() or "unknown"
 
 
@@ -265,13 +276,32 @@ def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> No
     """Teach the plan's model on other problems with the training pictures; what is there stays."""
     from adora_vl.builtin.small_model import is_built
     from adora_vl.builtin.small_model import train_and_save as build
-    from adora_vl.builtin.tiny_perimeter import PerimeterStart, prepare_perimeter
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart
 
     start_plan = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(start_plan)):
         rows = draw_rows(start_plan.rows, split="train", seed=start, pixels=plan["pixels"])
-        prepare = partial(prepare_perimeter, rows=rows, size=size_of(plan))
+        prepare = partial(prepare_lessons, rows=rows, size=size_of(plan), device=device)
         build(folder, start_plan, prepare, device)
+
+
+def prepare_lessons(
+    start_plan: "PerimeterStart", rows: "list[Row]", size: ModelSize | None, device: str
+) -> "UntrainedModel":
+    """Return the model and its lessons; on a GPU its vision tower batches its windows.
+
+    Transformers computes the attention of every window by itself, and a batch of 128 images has so
+    many that a GPU waits for the host. On a CPU the start stays the same to the bit.
+    """
+    from adora_vl.builtin.tiny_perimeter import prepare_perimeter
+    from adora_vl.packing.vision import vision_language_model
+    from adora_vl.packing.vision_windows import batch_windows
+
+    untrained = prepare_perimeter(start_plan, rows=rows, size=size)
+    vl_model = vision_language_model(untrained.model)
+    if device != "cpu" and vl_model is not None:
+        batch_windows(vl_model.visual, True)
+    return untrained
 
 
 def runs_in_order(plan: Plan, pilot: bool) -> list[RunPlace]:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
+from adora_vl.packing.vision_windows import BATCHED_ATTENTION, STOCK_ATTENTION
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from benchmarks import scanned
 
@@ -164,6 +167,12 @@ def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
     assert "def varied(" in (tmp_path / "rewards.py").read_text()
 
 
+def test_a_run_is_stored_where_git_is_not_installed(tmp_path, monkeypatch):
+    """Without the program the commit of the runs is unknown, and no error."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert scanned.commit_of_runs() == "unknown"
+
+
 def test_no_run_begins_that_would_not_end_in_time():
     """A run is taken to last as long as the longest one before, 50 s."""
     assert not scanned.is_too_late([], remaining=-1.0), "the first run always begins"
@@ -195,10 +204,6 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     A second call leaves what is there.
     """
-    from safetensors.torch import load_file
-
-    from adora_vl.synthetic.generate import generate
-
     drawn_rows = list(generate(8, seed=1, families=("perimeter",)))
     monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn_rows)
     plan = scanned.rehearsal_of(
@@ -213,3 +218,36 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
     mtime_before = (folder / "model.safetensors").stat().st_mtime_ns
     scanned.build_start(folder, plan, 1)
     assert (folder / "model.safetensors").stat().st_mtime_ns == mtime_before, "what is there stays"
+
+
+def test_a_gpu_learns_the_lessons_with_batched_windows(tmp_path, monkeypatch):
+    """The tower batches its windows for a GPU: same loss, same files. A CPU has stock's way.
+
+    Only the device's name is one of a GPU here; the lesson is computed on the CPU.
+    """
+    drawn_rows = list(generate(8, seed=1, families=("perimeter",)))
+    monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn_rows)
+    plan = scanned.rehearsal_of(
+        scanned.with_model_size(CARD_PLAN, {"width": 64, "layers": 1, "dtype": "float32"}),
+        tmp_path,
+    )
+    attention_by_device = {}
+    loss_by_device = {}
+
+    def take_one_lesson(folder, start_plan, prepare, device):
+        """Save the model after the first lesson of the first stage, as `train_and_save` would."""
+        untrained = prepare(start_plan)
+        block = untrained.model.model.visual.blocks[0]
+        attention_by_device[device] = block.attn.config._attn_implementation
+        loss = untrained.stages[0].loss_of(0)
+        loss.backward()
+        loss_by_device[device] = loss.item()
+        untrained.model.save_pretrained(folder)
+
+    monkeypatch.setattr("adora_vl.builtin.small_model.train_and_save", take_one_lesson)
+    for device in ("cpu", "cuda"):
+        scanned.build_start(tmp_path / device, plan, 1, device)
+    assert attention_by_device == {"cpu": STOCK_ATTENTION, "cuda": BATCHED_ATTENTION}
+    assert loss_by_device["cuda"] == pytest.approx(loss_by_device["cpu"], rel=1e-5)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "cuda" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes()
