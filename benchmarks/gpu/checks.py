@@ -157,21 +157,25 @@ LEAST_SECONDS = 10  # with fewer left a check would hardly import what it needs
 
 def run(
     check: GPUCheck, size: str, extensions_folder: Path, seconds_left: float = math.inf
-) -> list[CheckLine]:
-    """Run a check in a process of its own, and return its lines, at least one.
+) -> Iterator[CheckLine]:
+    """Run a check in a process of its own, and yield its lines, at least one.
 
     `extensions_folder` is where DeepSpeed's operators are, or come to be, so that one check
     compiles them for all. `seconds_left` is the time for all checks that are left.
+
+    Raises `KeyboardInterrupt`, where it has come, after the lines that the check had written.
     """
     if check.missing:
-        lines = [skipped_line("all of it", f"{' and '.join(check.missing)} not installed")]
+        missing = " and ".join(check.missing)
+        lines = iter([skipped_line("all of it", f"{missing} not installed")])
     elif seconds_left < LEAST_SECONDS:
-        lines = [skipped_line("all of it", _time_over_note(check))]
+        lines = iter([skipped_line("all of it", _time_over_note(check))])
     else:
         lines = _run_in_child(
             check, size=size, extensions_folder=extensions_folder, seconds_left=seconds_left
         )
-    return [replace(line, check=check.name) for line in lines]
+    for line in lines:
+        yield replace(line, check=check.name)
 
 
 def _time_over_note(check: GPUCheck) -> str:
@@ -184,10 +188,11 @@ def _time_over_note(check: GPUCheck) -> str:
 
 def _run_in_child(
     check: GPUCheck, size: str, extensions_folder: Path, seconds_left: float
-) -> list[CheckLine]:
-    """Run a check in a child process, which is ended at the limit, and return its lines.
+) -> Iterator[CheckLine]:
+    """Run a check in a child process, which is ended at the limit, and yield its lines.
 
     A child that broke, hung or was killed leaves what it had written, and a last line on its end.
+    Raises `KeyboardInterrupt`, where it has come, after what the child had written.
     """
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
         lines_file = Path(folder) / "lines.jsonl"
@@ -202,6 +207,8 @@ def _run_in_child(
             str(check.cards),
             str(lines_file),
         ]
+        code: int | None = None  # stays so where the child is ended before its time
+        interrupt: KeyboardInterrupt | None = None
         with output.open("wb") as stream:
             child = subprocess.Popen(
                 command,
@@ -212,35 +219,36 @@ def _run_in_child(
                 env=_environment(folder, extensions_folder),
             )
             try:
-                code: int | None = child.wait(min(check.limit, seconds_left))
+                code = child.wait(min(check.limit, seconds_left))
             except subprocess.TimeoutExpired:
-                code = None
+                pass
+            except KeyboardInterrupt as error:
+                interrupt = error
             finally:
                 _end_process_group(child)
-        lines = [
-            _parse_line(words) for words in lines_file.read_text(encoding="utf-8").splitlines()
-        ]
+        lines = _whole_lines(lines_file)
         printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    yield from lines
+    if interrupt is not None:
+        raise interrupt
     if code is None and seconds_left < check.limit:
-        return [*lines, skipped_line("the rest of it", _time_over_note(check))]
-    if code is None:
-        return [*lines, failed_line("in time", f"not done after {check.limit} s; stopped")]
-    if code < 0:
-        memory = ""
-        if -code == signal.SIGKILL:
-            memory = "; that is how Linux ends a process when memory runs out"
-        return [
-            *lines,
-            failed_line("the process", f"ended by {signal.Signals(-code).name}{memory}"),
-        ]
-    if code:
-        return [
-            *lines,
-            failed_line(
-                "the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}"
-            ),
-        ]
-    return lines or [failed_line("the process", "it ended without a single figure")]
+        yield skipped_line("the rest of it", _time_over_note(check))
+    elif code is None:
+        yield failed_line("in time", f"not done after {check.limit} s; stopped")
+    elif code != 0:
+        yield failed_line("the process", _reason_of_end(code, printed))
+    elif not lines:
+        yield failed_line("the process", "it ended without a single figure")
+
+
+def _reason_of_end(code: int, printed: list[str]) -> str:
+    """Return why a child failed, by its exit code, not 0, and the lines that it printed."""
+    if code > 0:
+        return f"exit code {code}: {printed[-1][:300] if printed else 'no output'}"
+    memory = ""
+    if -code == signal.SIGKILL:
+        memory = "; that is how Linux ends a process when memory runs out"
+    return f"ended by {signal.Signals(-code).name}{memory}"
 
 
 def _environment(folder: str, extensions_folder: Path) -> dict[str, str]:
@@ -267,6 +275,12 @@ def remove_half_built_extensions(extensions_folder: Path) -> None:
     """
     for lock in list(extensions_folder.rglob("lock")):
         shutil.rmtree(lock.parent)
+
+
+def _whole_lines(lines_file: Path) -> list[CheckLine]:
+    """Return the lines of a child's file; half a line, which it was writing at its end, is not."""
+    *whole_lines, _ = lines_file.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_parse_line(words) for words in whole_lines]
 
 
 def _parse_line(words: str) -> CheckLine:

@@ -58,3 +58,11 @@ def hangs(setting: Setting) -> Iterator[CheckLine]:
     """Never come to the first line."""
     threading.Event().wait()
     yield at_most_line("never", 1.0, 2.0, "s", "a test")
+
+
+def interrupts_its_command(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line with the id of this process, end the command as `timeout` does, and go on."""
+    yield skipped_line("process", "a test", str(os.getpid()))
+    for _ in range(2):
+        os.kill(os.getppid(), signal.SIGTERM)
+    yield from hangs(setting)

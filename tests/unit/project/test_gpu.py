@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -262,6 +264,78 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
         assert f"the time for all checks was over: `--only {name}`" in line
 
 
+@pytest.fixture
+def handlers_that_do_nothing() -> Iterator[dict[signal.Signals, Callable[..., None]]]:
+    """Replace the handlers of SIGTERM and SIGINT, so that neither ends the tests; return both."""
+    handlers: dict[signal.Signals, Callable[..., None]] = {
+        signal.SIGTERM: lambda *_: None,
+        signal.SIGINT: lambda *_: None,
+    }
+    earlier_handlers = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
+    yield handlers
+    for number, handler in earlier_handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_command_prints_and_keeps_what_is_known(
+    stop_signal, handlers_that_do_nothing, monkeypatch, tmp_path, capsys
+):
+    """The second of three checks is interrupted after a line: two lines, the reason, exit code 1.
+
+    The file has the first check's line before the second check begins.
+    """
+    output = tmp_path / "result.json"
+    names_in_file = []
+
+    def names_of_json_lines() -> list[str]:
+        return [line["check"] for line in json.loads(output.read_text())["lines"]]
+
+    def run(check, *_):
+        if check.name == "second":
+            names_in_file.extend(names_of_json_lines())
+        yield replace(verdict_line("x", f"{check.name} figure", "1", True, ""), check=check.name)
+        if check.name == "second":
+            signal.raise_signal(stop_signal)
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.run", run)
+    three_checks = [GPUCheck(name, "x", 300) for name in ("first", "second", "third")]
+    assert main(["--size", "small", "--json", str(output)], three_checks) == 1
+    assert names_in_file == ["first"]
+    assert names_of_json_lines() == ["first", "second", "second"]
+    printed = capsys.readouterr().out
+    assert "first figure" in printed
+    assert "second figure" in printed
+    assert "-> interrupted by SIGTERM or Ctrl-C; not begun: third" in printed
+    assert {number: signal.getsignal(number) for number in handlers_that_do_nothing} == (
+        handlers_that_do_nothing
+    )
+
+
+@slow
+@pytest.mark.usefixtures("handlers_that_do_nothing")
+def test_an_interrupted_command_ends_its_check_and_keeps_its_lines(tmp_path):
+    """A check that hangs after its first line is killed at SIGTERM, and the line is kept."""
+    output = tmp_path / "result.json"
+    check = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:interrupts_its_command", 300)
+    assert main(["--size", "small", "--json", str(output)], [check]) == 1
+    line, last_line = json.loads(output.read_text())["lines"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(line["figure"]), 0)
+    assert last_line["check"] == "cut"
+    assert last_line["note"] == "interrupted by SIGTERM or Ctrl-C"
+
+
+def test_half_a_line_of_a_killed_check_is_left_out(tmp_path):
+    """A killed process may leave a line without its end; the lines before it count."""
+    line = verdict_line("x", "1", "1", True, "")
+    file = tmp_path / "lines.jsonl"
+    file.write_text(json.dumps(asdict(line)) + "\n" + '{"what": "y", "fig')
+    assert checks._whole_lines(file) == [line]
+
+
 @slow
 def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(capsys):
     """A check uses what an earlier one has compiled, but not a build that was killed.
@@ -304,9 +378,8 @@ def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
 def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch, tmp_path):
     """Its line repeats CUDA_VISIBLE_DEVICES as the process has it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    (line,) = checks.run(
-        GPUCheck("two", f"{BROKEN_CHECKS_MODULE}:visible", 300, cards=2), "small", tmp_path
-    )
+    check = GPUCheck("two", f"{BROKEN_CHECKS_MODULE}:visible", 300, cards=2)
+    (line,) = list(checks.run(check, "small", tmp_path))
     assert line.note == "3,5"
 
 
