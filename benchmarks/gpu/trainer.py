@@ -1,11 +1,14 @@
 """Times whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine.
 
-Both train LoRA on a model with random weights, in batches of 8.
+Both train LoRA on a model with random weights, in batches of 8. Ours runs in two ways. By default a
+large card has room to recompute no layer, which is faster and takes more memory than stock. With
+all layers recomputed, as stock does it, speed is compared at like memory.
 
-Both learn from the same recorded rollouts, which take the place of `generate`, so that the policy's
-part is judged by itself and no time goes into sampling. At the full size each turn is a process of
-its own, so that none finds the memory of another. The peak of ours is held against what the dry run
-predicts for these shapes.
+Both trainers learn from the same recorded rollouts, which take the place of `generate`, so that the
+policy's part is judged by itself and no time goes into sampling. At the full size each turn is a
+process of its own, so that none finds the memory of another, and each has a line as soon as it
+ends. The peak of ours is held against what the dry run predicts for these shapes, and with all
+layers recomputed against stock's.
 """
 
 import gc
@@ -19,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -52,6 +56,10 @@ from benchmarks.measure import Clock
 from benchmarks.sized_inputs import sized_problems
 from benchmarks.step_run import reward
 
+STOCK = "stock"
+OURS = "ours"
+OURS_RECOMPUTED = "ours, all layers recomputed"
+WAYS = (STOCK, OURS, OURS_RECOMPUTED)
 ROWS_A_STEP = 8  # one group
 _TEXT_TOKEN_RANGE = (20, 600)  # ids of the tiny model's processor that stand for text
 STEPS_TRAINED = 3  # of a turn; the first warms up and is not counted
@@ -75,33 +83,47 @@ class MeasuredRun:
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """Run both trainers by turns, and compare their seconds, their gradients and our memory."""
+    """Run all ways by turns, and compare their seconds, their gradients and their memory."""
     config = model_shapes(setting)
     side = 448 if setting.full else 56
     completion = 1024 if setting.full else 8
-    turns: dict[str, list[MeasuredRun]] = {"stock": [], "ours": []}
+    turns: dict[str, list[MeasuredRun]] = {way: [] for way in WAYS}
+    rounds = 2 if setting.full else 1
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2 if setting.full else 1):
-            for way, way_turns in turns.items():
-                turn = partial(
-                    _run_turn,
-                    setting,
-                    config=config,
-                    way=way,
-                    side=side,
-                    completion=completion,
-                    folder=Path(folder),
-                )
-                way_turns.append(run_in_process(turn) if setting.full else turn())
-    for way, way_turns in turns.items():
-        finite = all(turn.finite for turn in way_turns)
-        figure = "finite" if finite else "not finite"
-        yield verdict_line(
-            f"{way}: loss and gradient norm", figure, "finite, not all 0", finite, "trainer's log"
-        )
-    yield from _second_lines(setting, turns)
-    peak = max(turn.peak for turn in turns["ours"])
-    yield from _memory_lines(setting, config, side, completion, turns["ours"][0].prompt, peak)
+        for number, way in product(range(1, rounds + 1), WAYS):
+            take_turn = partial(
+                _run_turn,
+                setting,
+                config=config,
+                way=way,
+                side=side,
+                completion=completion,
+                folder=Path(folder),
+            )
+            turn = run_in_process(take_turn) if setting.full else take_turn()
+            turns[way].append(turn)
+            yield turn_line(f"{way}: turn {number}", turn)
+    yield from second_lines(setting, turns)
+    prompt = turns[OURS][0].prompt
+    predicted_bytes = predict_peak_bytes(
+        setting, config=config, side=side, completion=completion, prompt=prompt
+    )
+    peak_bytes = {way: max(turn.peak for turn in turns[way]) for way in WAYS}
+    yield from memory_lines(setting, peak_bytes, predicted_bytes)
+
+
+def turn_line(title: str, turn: MeasuredRun) -> CheckLine:
+    """Return the seconds and the peak of a turn, ok where its gradient norms are finite."""
+    seconds = ", ".join(f"{spent:.3g}" for spent in turn.seconds)
+    peak = f", peak {turn.peak / GIB:.3g} GiB" if turn.peak else ""
+    gradients = "gradients finite" if turn.finite else "gradients not finite"
+    return verdict_line(
+        title,
+        figure=f"{seconds} s a step{peak}, {gradients}",
+        bound="gradient norms finite, not all 0",
+        ok=turn.finite,
+        source="trainer's log",
+    )
 
 
 def run_in_process(turn: Callable[[], MeasuredRun]) -> MeasuredRun:
@@ -165,7 +187,7 @@ def trainer_config(
 
     Args:
         setting: the size and the device.
-        way: `stock` for TRL's own config, or `ours`.
+        way: one of `WAYS`: `stock` is TRL's own config.
         side: the side of the pictures, which are squares, in pixels.
         completion: the most tokens of an answer.
         folder: where the trainer may write.
@@ -189,8 +211,10 @@ def trainer_config(
         "logging_steps": 1,
         "seed": 3,
     }
-    if way == "stock":
+    if way == STOCK:
         return GRPOConfig(**keys)
+    if way == OURS_RECOMPUTED:
+        keys["adora_recompute"] = "all"
     return AdoraGRPOConfig(
         **keys, min_pixels=side * side, max_pixels=side * side, adora_method="grpo"
     )
@@ -208,7 +232,8 @@ def _run_turn(
     model.generation_config.eos_token_id = config.text_config.eos_token_id
     model.generation_config.pad_token_id = config.text_config.pad_token_id
     model.generate = RecordedRollouts(completion, config.text_config.eos_token_id)
-    trainer = {"stock": GRPOTrainer, "ours": AdoraGRPOTrainer}[way](
+    trainer_class = GRPOTrainer if way == STOCK else AdoraGRPOTrainer
+    trainer = trainer_class(
         model=model,
         reward_funcs=reward,
         args=trainer_config(setting, way, side, completion, folder),
@@ -220,7 +245,7 @@ def _run_turn(
     clock = DeviceClock(setting)
     trainer.add_callback(StepFigures(setting, turn, clock))
     _record_prompt_lengths(trainer, turn)
-    if way == "stock":
+    if way == STOCK:
         clock.around(trainer, "_generate", "rollout")
     else:
         clock.around(trainer.parts.sampler, "sample", "rollout")
@@ -314,11 +339,11 @@ def _record_prompt_lengths(trainer: GRPOTrainer, turn: MeasuredRun) -> None:
     trainer._get_per_token_logps_and_entropies = record_and_compute
 
 
-def _second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iterator[CheckLine]:
-    """Compare the medians of both ways' seconds, by phase.
+def second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iterator[CheckLine]:
+    """Compare the medians of the ways' seconds, by phase.
 
-    Two ratios are judged, ours over stock's. One is of the policy's part alone, its pass for
-    log-probabilities and the backward pass. The other is of the whole step.
+    Two ratios are judged for each way of ours, over stock's. One is of the policy's part alone, its
+    pass for log-probabilities and the backward pass. The other is of the whole step.
     """
     medians: dict[str, dict[str, float]] = {}
     for way, way_turns in turns.items():
@@ -338,14 +363,21 @@ def _second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iter
             medians[way]["step"] > 0,
             "medians of the counted steps",
         )
-    policy_seconds = {
-        way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()
-    }
-    ratios = {"policy's pass and backward": policy_seconds["ours"] / policy_seconds["stock"]}
-    ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
+    for way in (OURS, OURS_RECOMPUTED):
+        yield from ratio_lines(setting, way, medians[way], stock=medians[STOCK])
+
+
+def ratio_lines(
+    setting: Setting, way: str, seconds: dict[str, float], stock: dict[str, float]
+) -> Iterator[CheckLine]:
+    """Judge the seconds of one of our ways by those of stock, both by phase."""
+    policy_seconds = seconds["log-probabilities"] + seconds["backward"]
+    policy_seconds_of_stock = stock["log-probabilities"] + stock["backward"]
+    ratios = {"policy's pass and backward": policy_seconds / policy_seconds_of_stock}
+    ratios["whole step"] = seconds["step"] / stock["step"]
     bounds = (1.0, 1.1)  # of the policy's part, and of the whole step, which has more noise
     for (part, ratio), bound in zip(ratios.items(), bounds, strict=True):
-        name = f"ours, of stock's seconds: {part}"
+        name = f"{way}, of stock's seconds: {part}"
         if setting.on_gpu:
             yield at_most_line(
                 name,
@@ -358,17 +390,14 @@ def _second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iter
             yield skipped_line(name, JUDGED_ON_GPU_ONLY, f"{ratio:.2f}")
 
 
-def _memory_lines(
-    setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int, peak: int
+def memory_lines(
+    setting: Setting, peak_bytes: dict[str, int], predicted_bytes: int
 ) -> Iterator[CheckLine]:
-    """Compare the peak of memory with the prediction of the dry run.
+    """Judge the peak of ours by the dry run, and with all layers recomputed by stock's peak.
 
-    Lengths are in tokens, `side` in pixels, and `peak` in bytes.
+    `peak_bytes` has the peak of each of `WAYS`. `predicted_bytes` is of ours by default.
     """
-    predicted = (
-        predict_peak_bytes(setting, config=config, side=side, completion=completion, prompt=prompt)
-        / GIB
-    )
+    predicted = predicted_bytes / GIB
     if not setting.on_gpu:
         reason = (
             "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas "
@@ -376,11 +405,31 @@ def _memory_lines(
         )
         yield skipped_line("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
-    source = "the dry run's prediction without the context"
-    yield at_most_line("peak memory", value=peak / GIB, bound=predicted, unit="GiB", source=source)
+    peaks = {way: peak_bytes[way] / GIB for way in WAYS}
+    yield verdict_line(
+        f"{STOCK}: peak memory",
+        figure=f"{peaks[STOCK]:.3g} GiB",
+        bound="more than 0",
+        ok=peaks[STOCK] > 0,
+        source="what torch's allocator reserved",
+    )
     yield at_most_line(
-        "prediction, of the peak",
-        value=predicted / (peak / GIB),
+        f"{OURS}: peak memory",
+        value=peaks[OURS],
+        bound=predicted,
+        unit="GiB",
+        source="the dry run's prediction without the context",
+    )
+    yield at_most_line(
+        f"{OURS_RECOMPUTED}: peak memory",
+        value=peaks[OURS_RECOMPUTED],
+        bound=peaks[STOCK],
+        unit="GiB",
+        source="stock's peak: it recomputes all layers too",
+    )
+    yield at_most_line(
+        f"{OURS}: prediction, of the peak",
+        value=predicted / peaks[OURS],
         bound=1.5,
         unit="",
         source="more would refuse what fits",
@@ -390,8 +439,11 @@ def _memory_lines(
 def predict_peak_bytes(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int
 ) -> int:
-    """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
-    args = trainer_config(setting, "ours", side, completion, Path("unused"))
+    """Return the bytes of ours in its worst phase, as the dry run computes them for this card.
+
+    Lengths are in tokens, and `side` is in pixels.
+    """
+    args = trainer_config(setting, OURS, side, completion, Path("unused"))
     assert isinstance(args, AdoraGRPOConfig)
     shape = model_shape(
         config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=build_lora(setting)
@@ -405,6 +457,8 @@ def predict_peak_bytes(
         sharding=Sharding(),
         lengths=lengths,
     )
-    return predict_memory(setup, 80 * GIB).peak_bytes - (
-        CUDA_CONTEXT_BYTES if setting.on_gpu else 0
-    )
+    if not setting.on_gpu:
+        return predict_memory(setup, 80 * GIB).peak_bytes
+    # By default the card's own memory decides how many layers are recomputed.
+    card_bytes = torch.cuda.get_device_properties(setting.device).total_memory
+    return predict_memory(setup, card_bytes).peak_bytes - CUDA_CONTEXT_BYTES
