@@ -12,7 +12,7 @@ from trl.trainer import grpo_trainer
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.families import freeze
 from adora_vl.models.generation_config import repair_generation_config
-from adora_vl.models.lora_branch import compute_branches_first
+from adora_vl.models.lora_branch import compute_branches_first, leave_casts_to_autocast
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
 from adora_vl.preflight.resolved_run import ResolvedRun
@@ -69,8 +69,9 @@ def prepare_models(
       in 4 bits becomes float32;
     - buffers that a cast has rounded get their precision back, in both models;
     - the generation config becomes one that Transformers can save;
-    - an adapter's config gets the name of its base, its branches are computed first with gradient
-      checkpointing (`compute_branches_first`), and an adapter that cannot be merged is refused;
+    - an adapter's config gets the name of its base, its inputs are not cast in vain
+      (`leave_casts_to_autocast`), its branches are computed first with gradient checkpointing
+      (`compute_branches_first`), and an adapter that cannot be merged is refused;
     - parts of the policy are frozen (`adora_freeze`).
 
     Args:
@@ -91,6 +92,7 @@ def prepare_models(
     repair_generation_config(policy)
     if is_peft_model(policy):
         record_base(policy, run.model.merged_adapters)
+        leave_casts_to_autocast(policy)
         if run.config.gradient_checkpointing:
             compute_branches_first(policy)
         if not run.model.is_four_bit:

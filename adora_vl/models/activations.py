@@ -20,6 +20,7 @@ class DtypeBytes:
 
     compute_bytes: int  # of matrix products, which is autocast's dtype
     residual_bytes: int  # of the residual stream and the weights
+    is_mixed: bool = True  # whether autocast or DeepSpeed chooses the dtype of products
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,17 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
     norm_bytes = _rms_norm_bytes(tower.width, dtypes)
     bytes_per_token = norm_bytes + attention_bytes + _mlp_bytes(tower, dtypes)
     return size.tokens * bytes_per_token + layer_mask_bytes + repeated_key_bytes
+
+
+def _normalised_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
+    """Return the normalised values that the norms of one layer save, in bytes per token.
+
+    They are saved for the gradients of the norms' weights, so frozen norms do not save them.
+    """
+    values = 2 * tower.width
+    if tower.has_head_norms:
+        values += (tower.heads + tower.kv_heads) * tower.head_size
+    return values * dtypes.residual_bytes
 
 
 def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
@@ -196,9 +208,13 @@ def saved_bytes(
         recomputed_count = 0
     elif recomputed_count is None:
         recomputed_count = text.layers
-    # whether each adapter saves a copy of its input in float32
+    # whether each adapter saves a copy of its input
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
     layer_bytes = decoder_layer_bytes(text, size, dtypes)
+    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual_bytes)
+    if shape.has_adapters:  # the norms are frozen
+        layer_bytes -= size.tokens * _normalised_bytes(text, dtypes)
+        final_norm_bytes -= size.tokens * text.width * dtypes.residual_bytes
     if casts_inputs:
         # `decoder_layer_bytes` counts three of these inputs already: the outputs of two norms, and
         # SwiGLU's product.
@@ -207,7 +223,6 @@ def saved_bytes(
         layer_bytes += size.tokens * further_inputs * dtypes.compute_bytes
     input_bytes = recomputed_count * size.tokens * text.width * dtypes.residual_bytes
     whole_layer_bytes = (text.layers - recomputed_count) * layer_bytes
-    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual_bytes)
     vision = _vision_saved_bytes(shape, size.image_patches, dtypes, checkpointing=checkpointing)
     return SavedBytes(
         text_bytes=input_bytes + whole_layer_bytes + final_norm_bytes,
@@ -222,11 +237,15 @@ def saved_bytes(
 def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
     """Return whether each adapter saves its own copy of its layer's input, cast to another dtype.
 
-    Adapters are in float32, and peft casts their inputs to it. For a layer in 4 bits it leaves the
-    cast to autocast.
+    Adapters are in float32. Autocast multiplies them in 16 bits, and inputs that have 16 bits
+    already stay as they are (`adora_vl.models.lora_branch`), so adapters with the same input share
+    one tensor. A residual stream in float32 is cast for each of them, and without autocast PEFT
+    casts each input to float32, except over a base in 4 bits.
     """
     computes_in_16_bits = dtypes.compute_bytes < FLOAT32_BYTES
-    return shape.has_adapters and computes_in_16_bits and not shape.four_bit_parameters
+    shares_inputs = dtypes.is_mixed and dtypes.residual_bytes == dtypes.compute_bytes
+    saves_copies = computes_in_16_bits and not shares_inputs
+    return shape.has_adapters and saves_copies and not shape.four_bit_parameters
 
 
 def _layer_gradient_bytes(

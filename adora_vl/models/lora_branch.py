@@ -1,14 +1,20 @@
-"""The order in which an adapter's branch and its base are computed in a layer's last product.
+"""How the branch of an adapter is computed: in which order with its base, and in which dtype.
 
-Gradient checkpointing computes a layer again only until it has every tensor that the backward pass
-reads. Stock PEFT adds the adapter's branch after the base product, and the branch keeps tensors, so
-the base product is computed again though nobody reads it. With the branch first the base product is
-the last operation, and is left out: a quarter of a recomputed layer's work.
+The order: gradient checkpointing computes a layer again only until it has every tensor that the
+backward pass reads. Stock PEFT adds the adapter's branch after the base product, and the branch
+keeps tensors, so the base product is computed again though nobody reads it. With the branch first
+the base product is the last operation, and is left out: a quarter of a recomputed layer's work.
+
+The dtype: stock PEFT casts the input of an adapter to float32, which its weights have, and autocast
+casts it back for the product. Both casts are exact, so they change no number. But each adapter
+writes and reads its input twice more, and keeps a copy of its own for the backward pass, where the
+adapters of `q_proj`, `k_proj` and `v_proj` could share one tensor.
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
@@ -24,15 +30,15 @@ _LAST_PRODUCT_NAME = "down_proj"  # of a decoder layer, in every family
 def untested_peft_notes() -> list[str]:
     """Return a note, of one line, if an installed PEFT is none of the tested versions.
 
-    Its order of an adapter's products is not changed then: `forward_branch_first` repeats what the
-    tested versions do, and another one may do more.
+    Its layers are not changed then: `forward_branch_first` repeats what the tested versions do, and
+    another one may do more.
     """
     peft_version = installed_version("peft")
     if peft_version is None or is_tested("peft", peft_version):
         return []
     return [
-        f"peft {peft_version} is installed, and its order of an adapter's products is left as it is: "
-        f"each layer that is recomputed takes longer; pip install 'peft{tested_versions()['peft']}'"
+        f"peft {peft_version} is installed, and an adapter's products are left as it has them: a "
+        f"step takes longer; pip install 'peft{tested_versions()['peft']}'"
     ]
 
 
@@ -73,3 +79,33 @@ def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: ob
     base_product = layer.base_layer(x)
     output: Tensor = (base_product + branch).to(base_product.dtype)
     return output
+
+
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Let plain adapters leave their inputs as they are where autocast casts to their dtype.
+
+    PEFT's layers over a base in 4 bits do so. An adapter's outputs and gradients stay the same to
+    the bit. With a PEFT that was not tested no layer is changed, of which `untested_peft_notes`
+    tell.
+    """
+    if untested_peft_notes():
+        return
+    from peft.tuners.lora.layer import Linear
+
+    for module in model.modules():
+        if type(module) is Linear and not module.lora_variant:
+            compat.LORA_INPUT.install(partial(input_for_adapter, module), on=module)
+
+
+def input_for_adapter(layer: "Linear", x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the input of an adapter's first product like PEFT's `_cast_input_dtype`.
+
+    Stock PEFT always casts it to `dtype`, that of the adapter's weights. Here an input that has
+    autocast's dtype stays as it is, because autocast would cast it back.
+    """
+    device_type = x.device.type
+    is_autocast = torch.is_autocast_enabled(device_type)
+    if is_autocast and x.dtype == torch.get_autocast_dtype(device_type):
+        return x
+    cast_input: Tensor = type(layer)._cast_input_dtype(layer, x, dtype)
+    return cast_input

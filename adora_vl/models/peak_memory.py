@@ -96,6 +96,9 @@ class ActivationMemory:
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         all_kept_bytes = saved.text_bytes + head_saved  # nothing is released yet
+        # The head's backward pass is over when that of the last layer begins. So is the final
+        # norm's, but there the gradient of its input, in float32, takes the place of that input.
+        kept_by_layers = saved.text_bytes
         tied_head_bytes = self._tied_head_gradient_bytes
         # What the backward pass of one layer holds beside saved values.
         gradient_bytes = saved.layer_gradient_bytes + tied_head_bytes
@@ -105,8 +108,8 @@ class ActivationMemory:
         embedding_bytes = 3 * tied_head_bytes
         if recomputed_count == layer_count:
             layer_bytes = max(saved.largest_recomputed_bytes + gradient_bytes, embedding_bytes)
-            return [head_moment, PeakCandidate(_LAYER_BACKWARD_NAME, layer_bytes, all_kept_bytes)]
-        last_layer_moment = PeakCandidate(_LAYER_BACKWARD_NAME, gradient_bytes, all_kept_bytes)
+            return [head_moment, PeakCandidate(_LAYER_BACKWARD_NAME, layer_bytes, kept_by_layers)]
+        last_layer_moment = PeakCandidate(_LAYER_BACKWARD_NAME, gradient_bytes, kept_by_layers)
         candidates = [head_moment, last_layer_moment]
         if recomputed_count:
             # The backward pass of the layers that are not recomputed is over, and their values are

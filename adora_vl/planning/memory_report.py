@@ -167,8 +167,8 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
 
 _CPU_ACCURACY_NOTE = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
 _GPU_ACCURACY_NOTE = (
-    "A prediction, checked on a simulated card and by no GPU yet. CUDA's context, fragmentation and "
-    "the engine's workspace are assumptions: docs/hardware.md."
+    "A prediction, checked on a simulated card, and on a GPU in parts. CUDA's context, fragmentation "
+    "and the engine's workspace are assumptions: docs/hardware.md."
 )
 
 

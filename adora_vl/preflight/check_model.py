@@ -229,7 +229,7 @@ def check_parts(
         trl_evaluates=request.trl_evaluates,
     )
     context.messages.notes.extend(notes_on_unused_keys(settings))
-    if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
+    if context.on_this_machine and trains_adapter:
         context.messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint
     if request.script_args is None and checkpoint is not None:

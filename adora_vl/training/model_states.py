@@ -162,4 +162,5 @@ def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed_precision: bool) -
     return DtypeBytes(
         compute_bytes=2 if mixed_precision else shape.bytes_per_weight,
         residual_bytes=2 if weights_are_cast else shape.bytes_per_weight,
+        is_mixed=mixed_precision,
     )

@@ -75,4 +75,5 @@ SHARED_MEMORY = Patch(
     "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name"
 )
 LORA_PRODUCT = Patch("peft.tuners.lora.layer.Linear", "forward")
+LORA_INPUT = Patch("peft.tuners.lora.layer.Linear", "_cast_input_dtype")
 SHARDED_BUILD = Patch("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref")

@@ -99,7 +99,7 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(results_by_recipe, 
     """
     for name, run in results_by_recipe.items():
         with subtests.test(name):
-            assert run["peak"] < 1.07 * run["predicted"], (
+            assert run["peak"] < 1.12 * run["predicted"], (
                 "of the one-time check, which weighs less with all layers"
             )
             first_peak, later_peak = run["first_and_later"]

@@ -1,6 +1,7 @@
-"""The last product of a layer with an adapter: the same values, and less that is computed again."""
+"""A layer with an adapter: the same values as PEFT's, with less computed again and fewer copies."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models import lora_branch
-from adora_vl.models.lora_branch import compute_branches_first, untested_peft_notes
+from adora_vl.models.lora_branch import (
+    compute_branches_first,
+    leave_casts_to_autocast,
+    untested_peft_notes,
+)
 from tests.support.small_models import TEXT_CONFIG
 
 TOKEN_IDS = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
@@ -141,13 +146,92 @@ def test_a_copy_computes_with_its_own_weights():
 
 
 @pytest.mark.parametrize("peft_version", ["0.20.1", "0.22.0", "1.0"])
-def test_another_version_of_peft_keeps_its_order(peft_version, monkeypatch):
+def test_another_version_of_peft_keeps_its_way(peft_version, monkeypatch):
     """An untested version of PEFT is left as it is, and a note says which one was tested."""
     assert untested_peft_notes() == []
     monkeypatch.setattr(lora_branch, "installed_version", lambda name: peft_version)
     policy = policy_with_adapter()
     compute_branches_first(policy)
+    leave_casts_to_autocast(policy)
     assert count_changed_layers(policy) == 0
+    assert not any("_cast_input_dtype" in vars(module) for module in policy.modules())
     (note,) = untested_peft_notes()
     assert note.startswith(f"peft {peft_version} is installed")
     assert note.endswith("pip install 'peft<0.22,>=0.21'")
+
+
+def bfloat16_policies(
+    projections: Sequence[str] = ("q_proj", "up_proj", "down_proj"), use_dora: bool = False
+) -> tuple[Any, Any]:
+    """Return two equal policies with a base in bfloat16 and adapters in float32.
+
+    The second one leaves casts to autocast.
+    """
+    stock_policy = policy_with_adapter(
+        torch.bfloat16, target_modules=list(projections), use_dora=use_dora
+    )
+    for name, parameter in stock_policy.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    changed_policy = copy.deepcopy(stock_policy)
+    leave_casts_to_autocast(changed_policy)
+    return stock_policy, changed_policy
+
+
+def test_without_casts_autocast_gives_the_same_bits(subtests):
+    """Loss and gradients in bfloat16 are PEFT's to the bit, also with branches first."""
+    for is_branch_first in (False, True):
+        with subtests.test(f"branch first: {is_branch_first}"):
+            policies = bfloat16_policies()
+            if is_branch_first:
+                for policy in policies:
+                    compute_branches_first(policy)
+            with torch.autocast("cpu", torch.bfloat16):
+                stock_loss, stock_gradients = outputs_and_gradients(policies[0])
+                loss, gradients = outputs_and_gradients(policies[1])
+            assert torch.equal(loss, stock_loss)
+            assert gradients
+            for gradient, stock_gradient in zip(gradients, stock_gradients, strict=True):
+                assert gradient.abs().max() > 0
+                assert torch.equal(gradient, stock_gradient)
+
+
+def count_saved_inputs(policy: torch.nn.Module, projections: Sequence[str]) -> int:
+    """Return how many tensors of the input's shape these projections of one input save."""
+    attention = policy.get_submodule("base_model.model.model.layers.0.self_attn")
+    values = torch.randn(5, THREE_LAYER_CONFIG["hidden_size"], dtype=torch.bfloat16)
+    addresses: set[int] = set()
+
+    def note_address(tensor: Tensor) -> Tensor:
+        """Note where a saved tensor of the input's shape lies."""
+        if tensor.shape == values.shape:
+            addresses.add(tensor.data_ptr())
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(note_address, lambda tensor: tensor),
+    ):
+        # Kept, so that no memory is used twice
+        outputs = [attention.get_submodule(name)(values) for name in projections]
+    assert len(outputs) == len(projections)
+    return len(addresses)
+
+
+def test_adapters_of_one_input_save_one_tensor():
+    """Three projections of one input save it once for the backward pass, and PEFT three times."""
+    projections = ["q_proj", "k_proj", "v_proj"]
+    policies = bfloat16_policies(projections)
+    assert [count_saved_inputs(policy, projections) for policy in policies] == [3, 1]
+
+
+def test_without_autocast_inputs_are_cast(subtests):
+    """Where no autocast is, a layer casts its input as PEFT does; DoRA's layers are left alone."""
+    with subtests.test("no autocast"):
+        stock_policy, changed_policy = bfloat16_policies()
+        with torch.no_grad():
+            logits = changed_policy(input_ids=TOKEN_IDS).logits
+            assert torch.equal(logits, stock_policy(input_ids=TOKEN_IDS).logits)
+    with subtests.test("DoRA"):
+        _, changed_policy = bfloat16_policies(use_dora=True)
+        assert not any("_cast_input_dtype" in vars(module) for module in changed_policy.modules())

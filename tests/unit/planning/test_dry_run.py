@@ -125,7 +125,7 @@ def check_dry_run_of_config(name, tmp_path, capsys, data):
         assert "The number of rows is not known" in text
         # for a CPU, with its model; its drawn pictures are made beforehand
         shipped = name == "tiny_zoom"
-        assert ("and by no GPU yet" in text) != shipped
+        assert ("and on a GPU in parts" in text) != shipped
         assert len(figures["unknown"]) == (
             1 if shipped else 4
         )  # the machine, config, processor, dataset
@@ -467,15 +467,15 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
 def test_a_peft_that_switches_an_optimisation_off_is_named(
     data_folder, tmp_path, capsys, monkeypatch
 ):
-    """A version of peft that nobody has tried gives a note, if gradient checkpointing is on."""
+    """A version of peft that nobody has tried gives a note, if an adapter is trained."""
     monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
-    note = "peft 0.99.0 is installed, and its order"
+    note = "peft 0.99.0 is installed, and an adapter's products"
     arguments = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]
     arguments += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
-    arguments += ["--use_vllm", "false", "--use_peft", "true"]
-    assert main([*arguments, "--gradient_checkpointing", "true"]) == 0
+    arguments += ["--use_vllm", "false"]
+    assert main([*arguments, "--use_peft", "true"]) == 0
     assert note in " ".join(capsys.readouterr().out.split())
-    assert main([*arguments, "--gradient_checkpointing", "false"]) == 0
+    assert main([*arguments, "--use_peft", "false"]) == 0
     assert note not in " ".join(capsys.readouterr().out.split())
 
 

@@ -235,6 +235,8 @@ TABLES_NOT_COMPARED = {
     "difference in points [95 %]",
     "reward",
     "two CPU cores, 24 GiB",
+    "trainer",  # on a card
+    "steps on a card",  # the same by phase
     "rule",
     "verdict",
     "7B, what is computed",  # minutes for each run
