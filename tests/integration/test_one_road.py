@@ -799,11 +799,12 @@ def refusal_line(entry_point: str, command_line: str, folder: Path, output: Path
     ]
 
     def files() -> list[str]:
+        """Return all files but those that Python writes beside a module that it imports."""
         return sorted(
             str(path)
             for top in (folder, output.parent)
             for path in top.rglob("[!.]*")
-            if path.is_file()
+            if path.is_file() and path.parent.name != "__pycache__"
         )
 
     files_before = files()

@@ -118,7 +118,8 @@ def simulated_card(folder, flops, memory):
         first_peak, later_peak, predicted, share = map(float, row[-4:])
         assert share == pytest.approx(predicted / later_peak, abs=0.003)  # of rounded figures
         assert share == pytest.approx(1, abs=0.031)
-        assert 0.84 * predicted < first_peak < later_peak, "it begins without gradients"
+        # It begins without gradients, which in 4 bits may be less than the last digit.
+        assert 0.84 * predicted < first_peak <= later_peak
 
 
 def ranks_in_lockstep(folder, rows):

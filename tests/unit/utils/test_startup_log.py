@@ -16,7 +16,7 @@ logging.basicConfig()
 print("ours before")
 log = StartupLog(Path(sys.argv[1]), is_first_process=True)
 with log:
-    print("theirs, printed")
+    print("theirs, printed", flush=True)
     logging.warning("theirs, logged")
     os.write(2, b"theirs, of compiled code\\n")
     for number in range(30):
