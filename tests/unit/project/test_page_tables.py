@@ -117,9 +117,9 @@ def simulated_card(folder, flops, memory):
     for row in memory:
         first_peak, later_peak, predicted, share = map(float, row[-4:])
         assert share == pytest.approx(predicted / later_peak, abs=0.003)  # of rounded figures
-        assert share == pytest.approx(1, abs=0.031)
+        assert share == pytest.approx(1, abs=0.035)
         # It begins without gradients, which in 4 bits may be less than the last digit.
-        assert 0.84 * predicted < first_peak <= later_peak
+        assert 0.83 * predicted < first_peak <= later_peak
 
 
 def ranks_in_lockstep(folder, rows):
