@@ -46,12 +46,14 @@ class PassSize:
         return self.repeated_keys > 0
 
 
-def _rms_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
+def _rms_norm_bytes(width: int, dtypes: DtypeBytes, *, frozen: bool = False) -> int:
     """Return what the two RMS norms of a layer save for the backward pass, in bytes per token.
 
-    Each saves its input in float32, the normalised values, and the input of the next product.
+    Each saves its input in float32, the input of the next product, and the normalised values. These
+    are saved for the gradient of the norm's weights, so a frozen norm does not save them.
     """
-    return 2 * width * (FLOAT32_BYTES + dtypes.residual_bytes + dtypes.compute_bytes)
+    normalised_bytes = 0 if frozen else dtypes.residual_bytes
+    return 2 * width * (FLOAT32_BYTES + normalised_bytes + dtypes.compute_bytes)
 
 
 def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
@@ -72,13 +74,16 @@ def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
     return saved_tensors * tower.mlp_width * dtypes.compute_bytes
 
 
-def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int:
+def decoder_layer_bytes(
+    tower: Tower, size: PassSize, dtypes: DtypeBytes, *, frozen_norms: bool = False
+) -> int:
     """Return what one decoder layer saves for the backward pass, in bytes.
 
     Args:
         tower: the sizes of the language model's layers.
         size: of the pass.
         dtypes: bytes of its numbers.
+        frozen_norms: whether the weights of the layer's norms are not trained.
     """
     query_width = tower.heads * tower.head_size
     key_width = tower.kv_heads * tower.head_size
@@ -92,7 +97,8 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
     if tower.has_head_norms:
         # For each head of queries and keys: the input in float32, the normalised values and their
         # deviation. These are computed before keys are repeated, so they count `kv_heads`.
-        bytes_per_head = tower.head_size * (FLOAT32_BYTES + dtypes.residual_bytes) + FLOAT32_BYTES
+        normalised_bytes = 0 if frozen_norms else dtypes.residual_bytes
+        bytes_per_head = tower.head_size * (FLOAT32_BYTES + normalised_bytes) + FLOAT32_BYTES
         attention_bytes += (tower.heads + tower.kv_heads) * bytes_per_head
     # Each layer converts the boolean mask into numbers of its own, (B, 1, T, T).
     layer_mask_bytes = 0
@@ -101,20 +107,9 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
     # Keys and values of a shared prompt are copied for each of its rollouts.
     bytes_per_key_and_value = 2 * tower.kv_heads * tower.head_size * dtypes.compute_bytes
     repeated_key_bytes = size.repeated_keys * bytes_per_key_and_value
-    norm_bytes = _rms_norm_bytes(tower.width, dtypes)
+    norm_bytes = _rms_norm_bytes(tower.width, dtypes, frozen=frozen_norms)
     bytes_per_token = norm_bytes + attention_bytes + _mlp_bytes(tower, dtypes)
     return size.tokens * bytes_per_token + layer_mask_bytes + repeated_key_bytes
-
-
-def _normalised_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
-    """Return the normalised values that the norms of one layer save, in bytes per token.
-
-    They are saved for the gradients of the norms' weights, so frozen norms do not save them.
-    """
-    values = 2 * tower.width
-    if tower.has_head_norms:
-        values += (tower.heads + tower.kv_heads) * tower.head_size
-    return values * dtypes.residual_bytes
 
 
 def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
@@ -210,11 +205,10 @@ def saved_bytes(
         recomputed_count = text.layers
     # whether each adapter saves a copy of its input
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
-    layer_bytes = decoder_layer_bytes(text, size, dtypes)
-    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual_bytes)
-    if shape.has_adapters:  # the norms are frozen
-        layer_bytes -= size.tokens * _normalised_bytes(text, dtypes)
-        final_norm_bytes -= size.tokens * text.width * dtypes.residual_bytes
+    frozen_norms = shape.has_adapters
+    layer_bytes = decoder_layer_bytes(text, size, dtypes, frozen_norms=frozen_norms)
+    normalised_bytes = 0 if frozen_norms else dtypes.residual_bytes
+    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + normalised_bytes)
     if casts_inputs:
         # `decoder_layer_bytes` counts three of these inputs already: the outputs of two norms, and
         # SwiGLU's product.

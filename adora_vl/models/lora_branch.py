@@ -37,7 +37,7 @@ def untested_peft_notes() -> list[str]:
     if peft_version is None or is_tested("peft", peft_version):
         return []
     return [
-        f"peft {peft_version} is installed, and an adapter's products are left as it has them: a "
+        f"peft {peft_version} is installed, and an adapter's products are computed in its way: a "
         f"step takes longer; pip install 'peft{tested_versions()['peft']}'"
     ]
 
