@@ -26,7 +26,7 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "lock") -> ResolvedRu
     from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
-    run = run_checks(request, RunContext.of_launch(request.config, output_dir))
+    run = run_checks(request, RunContext.of_launch(request.config, output_dir_mode=output_dir))
     if output_dir == "lock" and run.request.is_main_process:
         print("\n".join(run.lines_before_start()), flush=True)
     return run

@@ -244,7 +244,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if config.use_vllm:
             # The policy samples by this method in runs without an engine.
             _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
-        context = RunContext.of_launch(config, "ignore")
+        context = RunContext.of_launch(config, output_dir_mode="ignore")
         if train_dataset is None:
             train_dataset = rows_for_environments(config, processes=context.sharding.processes)
         request = RunRequest(

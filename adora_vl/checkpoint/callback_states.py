@@ -33,9 +33,9 @@ def restore_callback_states(
 
     Args:
         callbacks: those of the trainer.
-        saved_states: what `TrainerState.stateful_callbacks` was then: for each class of callbacks
-            the state of the one, or a list of states. Transformers appends to this list at each
-            save, so the newest ones are last.
+        saved_states: what `TrainerState.stateful_callbacks` was then, by the name of a class of
+            callbacks. A class with one callback has a state, a class with several a list of states.
+            Transformers appends to this list at each save, so the newest states are last.
     """
     callbacks_by_class: dict[str, list[TrainerCallback]] = defaultdict(list)
     for callback in callbacks:
@@ -94,8 +94,8 @@ class EpochEnd(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def note_save(self, step: int, *, ended: bool) -> None:
         """Note that a checkpoint is written, before the callbacks hear of it.
 
-        `ended`: whether the training has ended. If it has not, and ends with this step all the
-        same, it is stopped to go on later: such a stop is asked for once there is a checkpoint.
+        `ended`: whether the training has ended by now. A signal or an error stops the training only
+        after its checkpoint is written, so `ended` is false then, and the run can go on later.
         """
         self._saved_step = step
         self._had_ended_at_save = ended

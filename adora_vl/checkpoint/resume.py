@@ -255,14 +255,14 @@ def _start_replacing_old_run(
     Raises `UserError` for a checkpoint of the run that would be replaced. Otherwise the checkpoint
     that the user named would be deleted.
     """
-    named_in_words = resume_word
-    is_replaced = resume_word == "true"  # `true` means a checkpoint of the run in the folder
+    user_value = resume_word
+    is_of_old_run = resume_word == "true"  # `true` means a checkpoint of the run in the folder
     if user_checkpoint is not None:
-        named_in_words = str(user_checkpoint)
-        is_replaced = output_dir.resolve() in user_checkpoint.resolve().parents
-    if is_replaced:
+        user_value = str(user_checkpoint)
+        is_of_old_run = output_dir.resolve() in user_checkpoint.resolve().parents
+    if is_of_old_run:
         raise UserError(
-            f"resume_from_checkpoint: {named_in_words!r} is of the run that overwrite_output_dir: true "
+            f"resume_from_checkpoint: {user_value!r} is of the run that overwrite_output_dir: true "
             "replaces; leave out one of the two, or choose another output_dir"
         )
     start = StartPoint(checkpoint=None)

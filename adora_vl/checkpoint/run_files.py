@@ -396,14 +396,14 @@ def _users_hidden_files(output_dir: Path) -> list[str]:
     `OLD_RUN_FOLDER` has an old run that was moved aside. `STAGING_FOLDER` has files that are
     being written, and counts as the user's if no run has begun here.
     """
-    aside = output_dir / OLD_RUN_FOLDER
+    old_run = output_dir / OLD_RUN_FOLDER
     staging = output_dir / STAGING_FOLDER
-    if aside.is_symlink():
+    if old_run.is_symlink():
         return [OLD_RUN_FOLDER]
-    entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    users_files = [f"{OLD_RUN_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
+    old_entries = sorted(old_run.iterdir()) if old_run.is_dir() else []
+    users_files = [f"{OLD_RUN_FOLDER}/{name}" for name in list_users_files(old_run, old_entries)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
-    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(aside)
+    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(old_run)
     if has_staged_files and not is_folder_of_run:
         users_files.append(STAGING_FOLDER)
     return users_files

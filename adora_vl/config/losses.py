@@ -31,11 +31,11 @@ def _check_ratio_bounds(config: AdoraGRPOConfig) -> None:
     would therefore cap every ratio, and the gradient would be a fifth of what it should be.
     """
     # as in TRL: `epsilon_high` is `epsilon` where it is not set
-    is_default = config.epsilon_high is None
-    epsilon_high = float(config.epsilon if is_default else config.epsilon_high)
+    takes_epsilon = config.epsilon_high is None
+    epsilon_high = float(config.epsilon if takes_epsilon else config.epsilon_high)
     if config.loss_type == "cispo" and epsilon_high <= 1:
         value = f"{epsilon_high:g}"
-        if is_default:
+        if takes_epsilon:
             value = f"null, so epsilon: {config.epsilon:g},"
         raise UserError(
             f"epsilon_high: {value} is the cap of the ratio itself with loss_type: cispo, "
@@ -44,11 +44,11 @@ def _check_ratio_bounds(config: AdoraGRPOConfig) -> None:
         )
     if config.loss_type not in CLIPPED_LOSSES or config.delta is None:
         return
-    clip = 1 + epsilon_high
-    if config.delta <= clip:
+    upper_clip = 1 + epsilon_high
+    if config.delta <= upper_clip:
         raise UserError(
             f"delta: {config.delta:g} is the second bound of the ratio, beyond the clip at "
-            f"{clip:g} (1 + epsilon_high); set a larger one, such as {2 + epsilon_high:g}, or "
+            f"{upper_clip:g} (1 + epsilon_high); set a larger one, such as {2 + epsilon_high:g}, or "
             "leave it out"
         )
 

@@ -282,7 +282,7 @@ def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[
     method does not set in any case.
     """
     keys = [keep_settings] if isinstance(keep_settings, str) else keep_settings
-    if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
+    if not isinstance(keys, list) or any(str(key) not in method.settings for key in keys):
         keys_of_method = ", ".join(method.settings) or "none"
         raise UserError(
             f"adora_method.{name_without_file(name)}.{KEEP_SETTINGS}: {keys!r} must list keys "

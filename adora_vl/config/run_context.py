@@ -56,7 +56,7 @@ class RunContext:
     messages: CheckMessages = field(default_factory=CheckMessages)
 
     @classmethod
-    def of_launch(cls, config: AdoraGRPOConfig, output_dir_mode: OutputDirMode) -> RunContext:
+    def of_launch(cls, config: AdoraGRPOConfig, *, output_dir_mode: OutputDirMode) -> RunContext:
         """Return the context of a run on this machine, spread over processes as it was launched.
 
         Args:

@@ -28,6 +28,8 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import release_killed_builds, under_launcher
 from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 
+# Keys that have other values while TRL checks its keys (`_init_trl_keys`).
+_KEYS_HIDDEN_FROM_TRL = ("num_generations_eval", "tf32", "ddp_backend")
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
 
@@ -120,17 +122,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         another check of TRL fails.
         """
         # TRL computes each of these two from the other. The error names the one that was set.
-        user_batch_size = vars(self).get("generation_batch_size")
-        user_steps = vars(self).get("steps_per_generation")
-        num_generations_eval: Any = vars(self).get("num_generations_eval")
-        # A dry run plans also for a GPU that this machine lacks, which Transformers refuses.
+        user_batch_size = self.generation_batch_size
+        user_steps = self.steps_per_generation
+        value_by_hidden_key = {key: getattr(self, key) for key in _KEYS_HIDDEN_FROM_TRL}
+        # A dry run plans also for a GPU that this machine lacks, and Transformers refuses the key
+        # that needs it: `bf16`, `fp16` or `tf32`.
         gpu_key = key_that_needs_missing_gpu(self) if planned_processes is not None else None
-        user_tf32: Any = vars(self).get("tf32")
-        user_backend: Any = vars(self).get("ddp_backend")
         try:
             # TRL refuses evaluation batches of partial groups, but whether it evaluates at all is
             # only known once there are data. A group size of 1 passes its check.
-            self.num_generations_eval: Any = 1
+            self.num_generations_eval = 1
             self._processes_for_trl = planned_processes  # which `world_size` returns
             if gpu_key is not None:
                 self.use_cpu = True
@@ -148,10 +149,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             )
             raise
         finally:
-            self.num_generations_eval = num_generations_eval
             del self._processes_for_trl
-            self.tf32 = user_tf32
-            self.ddp_backend = user_backend
+            for key, value in value_by_hidden_key.items():
+                setattr(self, key, value)
             if gpu_key is not None:
                 self.use_cpu = False
                 setattr(self, gpu_key, True)

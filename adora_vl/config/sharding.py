@@ -131,8 +131,8 @@ def sharding_from_file(
     return Sharding(
         processes=processes,
         zero_stage=zero_stage,
-        offload_optimizer=_is_device(deepspeed.get("offload_optimizer_device")),
-        offload_parameters=_is_device(deepspeed.get("offload_param_device")),
+        offload_optimizer=_is_offloaded(deepspeed.get("offload_optimizer_device")),
+        offload_parameters=_is_offloaded(deepspeed.get("offload_param_device")),
         machines=machines,
     )
 
@@ -208,8 +208,8 @@ def with_deepspeed(sharding: Sharding, plugin: DeepSpeedPlugin | None) -> Shardi
     return replace(
         sharding,
         zero_stage=plugin.zero_stage,
-        offload_optimizer=_is_device(plugin.offload_optimizer_device),
-        offload_parameters=_is_device(plugin.offload_param_device),
+        offload_optimizer=_is_offloaded(plugin.offload_optimizer_device),
+        offload_parameters=_is_offloaded(plugin.offload_param_device),
     )
 
 
@@ -225,6 +225,6 @@ def check_processes_divide_evenly(processes: int, machines: int) -> None:
         )
 
 
-def _is_device(offload_device: str | None) -> bool:
-    """Return whether DeepSpeed's device to offload to, such as `cpu`, `none` or None, is one."""
+def _is_offloaded(offload_device: str | None) -> bool:
+    """Return whether DeepSpeed offloads to a device such as `cpu`; `none` and None mean to none."""
     return str(offload_device or "none").lower() != "none"

@@ -106,7 +106,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
-    context = RunContext.of_launch(request.config, "inspect")
+    context = RunContext.of_launch(request.config, output_dir_mode="inspect")
     checks += environment_checks(request, context)
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.

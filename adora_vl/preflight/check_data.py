@@ -163,7 +163,7 @@ def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -
 
 def _data_with_assumed_lengths(
     folders: tuple[str, ...],
-    missing: str,
+    missing_folder: str,
     model: ModelInfo,
     prompts: PromptInfo,
     context: RunContext,
@@ -172,7 +172,7 @@ def _data_with_assumed_lengths(
 
     Args:
         folders: The folders of the data sets.
-        missing: The first of them that is not here.
+        missing_folder: The first of them that is not here.
         model: The model, of which only the config is loaded.
         prompts: The processor, the tools and the limits on a prompt's length.
         context: Where the run takes place, and the messages for the user.
@@ -181,7 +181,7 @@ def _data_with_assumed_lengths(
         prompts.length_filter.pixels, sees_images=sees_images(model.config)
     )
     context.messages.unchecked.append(
-        f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
+        f"the dataset {missing_folder!r} is not here, so rows and prompts are not known; {explanation}"
     )
     return DataInfo(folders=folders, train_dataset=None, prompt_lengths=assumed_lengths)
 

@@ -180,7 +180,8 @@ def check_refill(config: AdoraGRPOConfig) -> None:
     if refill == 0:
         return
     setting = f"adora_rollouts.refill: {refill}"
-    rows = BatchLayout.of(config, processes=1).rows_per_process  # the same for any number
+    # One process samples as many rollouts whatever the number of processes is.
+    rows = BatchLayout.of(config, processes=1).rows_per_process
     if rows % config.num_generations != 0:
         raise UserError(
             f"{setting} needs whole groups on every process, but one samples {rows} rollouts at a "
@@ -263,7 +264,8 @@ def _check_groups_that_wait(config: AdoraGRPOConfig, setting: str) -> None:
         raise conflict_error(setting, forbidding_setting)
     if not asks_for_regrouping(config):
         raise conflict_error(setting, "the keys of micro-batches of whole groups all false")
-    rows = BatchLayout.of(config, processes=1).rows_per_process  # the same for any number
+    # One process samples as many rollouts whatever the number of processes is.
+    rows = BatchLayout.of(config, processes=1).rows_per_process
     if rows % config.num_generations != 0:
         raise conflict_error(setting, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
@@ -281,7 +283,8 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, setting: str) -> N
 
     `setting`: the key that lets rollouts wait, with its value.
     """
-    layout = BatchLayout.of(config, processes=1)  # no count below depends on their number
+    # The counts below do not depend on the number of processes.
+    layout = BatchLayout.of(config, processes=1)
     if not layout.generation_has_whole_steps and not layout.generation_has_one_step:
         raise conflict_error(
             setting,

@@ -172,23 +172,16 @@ def _check_optimizer_arguments(optim_args: str) -> None:
 def _refuse_unread_optimizer_arguments(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for an entry of `optim_args` that the optimizer does not read.
 
-    Transformers ignores it. It is found by trying: an entry is read if one of two values that no
-    optimizer has by default changes the optimizer's arguments, or is refused. Nothing can be tried
+    Transformers ignores such an entry. It is found by trying (`_is_read`). Nothing can be tried
     where Transformers refuses the other entries alone, as it does for optimizers that need a model.
     """
     pairs = [pair for pair in (config.optim_args or "").replace(" ", "").split(",") if pair]
     for pair in pairs:
         remaining_pairs = [remaining for remaining in pairs if remaining != pair]
-        arguments_without = _optimizer_arguments(config, remaining_pairs)
-        if arguments_without is None:
+        if _optimizer_arguments(config, remaining_pairs) is None:
             continue
         argument = pair.partition("=")[0]
-        is_read = any(
-            _optimizer_arguments(config, [*remaining_pairs, f"{argument}={value}"])
-            != arguments_without
-            for value in ("?", "true")
-        )
-        if not is_read:
+        if not _is_read(argument, remaining_pairs, config):
             name = enum_value(config.optim)
             raise UserError(
                 f"optim_args: {argument} is nothing that optim: {name} reads; leave it out (adam_beta1, "
@@ -196,8 +189,27 @@ def _refuse_unread_optimizer_arguments(config: AdoraGRPOConfig) -> None:
             )
 
 
+def _is_read(argument: str, other_pairs: Sequence[str], config: AdoraGRPOConfig) -> bool:
+    """Return whether the optimizer reads an argument of `optim_args`.
+
+    The argument is tried with two values that no optimizer has by default. It is read if one of
+    them changes the optimizer's arguments, or is refused.
+
+    `other_pairs`: the other entries of `optim_args`, such as `eps=1e-8`.
+    """
+    arguments_before = _optimizer_arguments(config, other_pairs)
+    for value in ("?", "true"):
+        tried_pairs = [*other_pairs, f"{argument}={value}"]
+        if _optimizer_arguments(config, tried_pairs) != arguments_before:
+            return True
+    return False
+
+
 def _optimizer_arguments(config: AdoraGRPOConfig, pairs: Sequence[str]) -> object:
-    """Return what Transformers makes of these `optim_args`, as a text; None if it refuses them."""
+    """Return what Transformers makes of these `optim_args`, as a text; None if it refuses them.
+
+    `pairs`: the entries of `optim_args`, such as `eps=1e-8`.
+    """
     tried_config = copy(config)
     tried_config.optim_args = ",".join(pairs)
     try:

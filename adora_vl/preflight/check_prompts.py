@@ -249,18 +249,18 @@ def _context_limit(
     its reply.
     """
     config = request.config
-    # It is None without a server, and if the server does not answer.
-    server_tokens = None
+    # The server's limit in tokens; None without a server, and if the server does not answer.
+    server_limit = None
     if config.uses_servers and context.on_this_machine:
         if request.is_main_process:
-            server_tokens = server_context_length(config)
+            server_limit = server_context_length(config)
         if config.world_size > 1:
-            broadcast_list = [server_tokens]
+            broadcast_list = [server_limit]
             broadcast_object_list(broadcast_list)
-            server_tokens = broadcast_list[0]
-    limit = context_limit(config, model.config, server_tokens)
+            server_limit = broadcast_list[0]
+    limit = context_limit(config, model.config, server_limit)
     prints_lines = request.is_main_process and not context.dry_run
-    if config.uses_servers and server_tokens is None and prints_lines:
+    if config.uses_servers and server_limit is None and prints_lines:
         limit_name = limit.name if limit is not None else None
         print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
     return limit

@@ -67,7 +67,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
         rewards = [reward_funcs]
     # The entries that the key takes are loaded together, as for a command.
     rewards_of_key = [reward for reward in rewards if _is_adora_reward_entry(reward)]
-    loaded = RewardSet((), (), {})  # no rewards
+    loaded = RewardSet(entries=(), functions=(), hashes={})
     if rewards_of_key:
         loaded = choose_rewards(rewards_of_key, output_dir=output_dir)
     remaining_loaded = zip(loaded.entries, loaded.functions, strict=True)

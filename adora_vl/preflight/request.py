@@ -175,8 +175,8 @@ def refuse_unsupported_arguments(
     """Raise `UserError` for arguments of the trainer that no run can be made of.
 
     These are a `rollout_func`, a `train_dataset` that is no data set, and no reward. TRL would
-    ignore them, or fail after the weights are loaded. Environments may stand for both of the last
-    two: they may say the problem, and reward it.
+    ignore them, or fail after the weights are loaded. With environments the data set and the reward
+    may be missing: environments can say the problem, and reward the rollout.
     """
     if rollout_func is not None:
         raise UserError(
@@ -284,9 +284,6 @@ def model_source(
         }
     # TRL's default. A base in 4 bits computes in bfloat16 alone.
     default_dtype = "float32" if quantisation is None else "bfloat16"
-    # A config of bitsandbytes has bytes by default, and the key has None.
-    storage = getattr(quantisation, "bnb_4bit_quant_storage", None)
-    is_stored_in_bytes = storage in (None, torch.uint8)
     model_args = ModelConfig(
         model_name_or_path=_name_of_model(model),
         model_revision=init_kwargs.get("revision"),
@@ -295,7 +292,7 @@ def model_source(
         use_peft=peft_config is not None or has_adapter,
         load_in_4bit=quantisation is not None,
         bnb_4bit_quant_type=getattr(quantisation, "bnb_4bit_quant_type", "nf4"),
-        bnb_4bit_quant_storage=None if is_stored_in_bytes else str(storage).removeprefix("torch."),
+        bnb_4bit_quant_storage=_storage_dtype(quantisation),
         use_bnb_nested_quant=bool(getattr(quantisation, "bnb_4bit_use_double_quant", False)),
     )
     return ModelSource(
@@ -307,11 +304,22 @@ def model_source(
     )
 
 
-def _check_quantisation(quantisation: object) -> None:
-    """Raise `UserError` for a quantisation that is not the one in which bases are kept.
+def _storage_dtype(quantisation: object) -> str | None:
+    """Return the dtype that a base in 4 bits is stored as, such as `bfloat16`; None for bytes.
 
-    That is 4 bits of bitsandbytes with computation in bfloat16. float32, which a
-    `BitsAndBytesConfig` has by default, is taken for not set.
+    `quantisation`: a `BitsAndBytesConfig`, whose default is bytes; None for a whole model.
+    """
+    storage = getattr(quantisation, "bnb_4bit_quant_storage", None)
+    if storage in (None, torch.uint8):
+        return None
+    return str(storage).removeprefix("torch.")
+
+
+def _check_quantisation(quantisation: object) -> None:
+    """Raise `UserError` for a quantisation other than 4 bits of bitsandbytes.
+
+    A base in 4 bits computes in bfloat16. A `BitsAndBytesConfig` has float32 by default, so float32
+    is taken for not set.
 
     `quantisation`: a `BitsAndBytesConfig`, or any other config of Transformers.
     """

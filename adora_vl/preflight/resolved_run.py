@@ -292,7 +292,7 @@ class ResolvedRun:
 
     @property
     def merges_at_end(self) -> bool:
-        """Tell whether the run leaves a merged model beside its adapter when it ends.
+        """Whether the run leaves a merged model beside its adapter when it ends.
 
         Under ZeRO-3, and with a base in 4 bits, merging is left to the user.
         """

@@ -198,7 +198,7 @@ class RunFolder:
         Collective. A `UserError` of `decide` is raised on every rank too. If it were raised on rank
         0 alone, the other ranks would wait forever.
         """
-        decision: _Decision | None = None
+        decision: Any = None
         error_text = ""
         try:
             if self._is_main_process:
@@ -206,11 +206,11 @@ class RunFolder:
         except UserError as error:
             error_text = str(error)
         # `broadcast_object_list` replaces the entries on the other ranks.
-        decision_and_error: list[Any] = [decision, error_text]
+        decision_and_error = [decision, error_text]
         if self._rank_count > 1:
             broadcast_object_list(decision_and_error)
-        broadcast_decision, error_text = decision_and_error
-        if error_text:
-            raise UserError(error_text)
-        decision_of_rank_0: _Decision = broadcast_decision
+        decision_of_rank_0: _Decision = decision_and_error[0]
+        error_of_rank_0 = decision_and_error[1]
+        if error_of_rank_0:
+            raise UserError(error_of_rank_0)
         return decision_of_rank_0

@@ -23,11 +23,12 @@ from adora_vl.utils.secrets import redact_secrets
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
-# the seconds that the imports of a training take, of an idle machine with a disk
+# how many seconds the imports of a training take on an idle machine
 USUAL_IMPORT_S = 15
 _MAX_MESSAGE_CHARACTERS = 300  # characters of a message about a wrong option
 _WORDS_FOR_NO_VALUE = ("none", "null")
 _MAX_YAML_NODES = 100_000  # values of a YAML text whose aliases are written out
+_MAX_NAME_BYTES = 255  # of a file; file systems take no longer names
 
 
 class MultiLineUserError(UserError):
@@ -137,13 +138,15 @@ def quantile(values: Sequence[Any], share: float) -> Any:
     return sorted(values)[index]
 
 
-def short_repr(value: object, longest: int = 60) -> str:
-    """Return a value as text for a message: in one line, cut after `longest` characters.
+def short_repr(value: object, max_characters: int = 60) -> str:
+    """Return a value as text for a message: in one line, cut after `max_characters`.
 
     None is `null`, as users write it.
     """
     value_text = "null" if value is None else " ".join(repr(value).splitlines())
-    return value_text if len(value_text) <= longest else f"{value_text[:longest]}..."
+    if len(value_text) > max_characters:
+        return f"{value_text[:max_characters]}..."
+    return value_text
 
 
 def enum_value(value: object) -> str:
@@ -338,9 +341,8 @@ def path_or_id(value: str) -> str:
 def path_option(value: str) -> Path:
     """Convert to a path; an empty one is refused, as it would mean the current folder."""
     path_value = Path(text_option(value))
-    # file systems take no longer names
     name_bytes = [len(part.encode(errors="surrogateescape")) for part in path_value.parts]
-    if any(count > 255 for count in name_bytes):
+    if any(count > _MAX_NAME_BYTES for count in name_bytes):
         raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
     path_or_id(value)
     return path_value
@@ -486,7 +488,7 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value_by_key = dict(pairs)
     if len(value_by_key) < len(pairs):
         counts = Counter(key for key, _ in pairs)
-        repeated_key = max(counts, key=counts.__getitem__)
+        repeated_key, _ = counts.most_common(1)[0]
         raise DuplicateKeyError(f"{short_repr(repeated_key)} is given twice in one object")
     return value_by_key
 

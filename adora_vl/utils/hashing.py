@@ -19,7 +19,7 @@ _MIN_REMEMBERED_BYTES = 2**14
 # A file system's clock may be as coarse as 2 s: a second change within that leaves the time as it
 # is, so only a file that is older than this is known by its time
 _MIN_AGE_NS = 5 * 10**9
-# From this on a line says that files are being read, since it takes long
+# A line announces that so many bytes or more are being read, since it takes long
 _ANNOUNCED_BYTES = 4 * GIB
 _HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
 

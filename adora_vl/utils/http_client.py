@@ -49,10 +49,10 @@ class _Connections(NamedTuple):
     address: str
     """Where all requests go."""
     idle_clients: list[httpx.AsyncClient]
-    """Those that no request uses now, each with a connection of its own.
+    """The clients that no request uses now.
 
-    One for all would look through all its connections at each request, with the square of their
-    number.
+    Each has one connection. A single client with all connections would search through all of them
+    at each request.
     """
     loop: asyncio.AbstractEventLoop
     """What all requests run in."""
@@ -61,7 +61,7 @@ class _Connections(NamedTuple):
     close_requested: asyncio.Event
     """Set to let the thread close the connections and end."""
     process_id: int
-    """The process that has the thread; one that was forked from it has not."""
+    """The process that has the thread; a process that is forked from it lacks the thread."""
 
 
 class HttpClient:

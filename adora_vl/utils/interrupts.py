@@ -43,7 +43,8 @@ def install_interrupt_hook() -> None:
         """Print one line for such an end of a command of ours; call the earlier hook for others."""
         open_files_line = open_files_message(error)
         is_interrupt = issubclass(kind, KeyboardInterrupt)
-        if not (is_interrupt or open_files_line) or not _runs_command_of_ours():
+        is_one_line = is_interrupt or open_files_line != ""
+        if not is_one_line or not _runs_command_of_ours():
             earlier_hook(kind, error, trace)
             return
         # If the hook raises SystemExit, Python ends with its exit code.

@@ -250,7 +250,7 @@ def under_launcher() -> bool:
     return under_elastic() or "ACCELERATE_DYNAMO_MODE" in os.environ
 
 
-# What starts several: the shipped files with them, and how accelerate is told without a file.
+# The end of an error: which of the shipped files for accelerate start several processes.
 SEVERAL_PROCESSES_HINT = (
     "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml without a GPU)"
 )

@@ -102,9 +102,10 @@ class Endpoint:
 class Reply:
     """One answer of a model behind an endpoint, or of a local one.
 
-    `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end.
-    `n_tokens` counts the end token; both numbers of tokens are 0 where a server does not say them.
-    `calls`: of tools, in order; None without.
+    `n_tokens`: tokens of the answer, its end token among them. Both numbers of tokens are 0 where
+    a server does not say them. `finish_reason`: what ended the answer, `stop` or `length`; with
+    tools also `calls` or `room`, as for a rollout. `calls`: the calls of tools in order; None for
+    an answer without tools.
     """
 
     text: str

@@ -209,7 +209,7 @@ def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp
     for key, value in keys.items():
         argv += [f"--{key}", "null" if value is None else value]
     request = request_from_command(parse_command(argv))
-    context = RunContext.of_launch(request.config, "ignore")
+    context = RunContext.of_launch(request.config, output_dir_mode="ignore")
     command_rows = run_checks(request, context).data.train_dataset
     assert len(rows) == len(command_rows) == 12
     for row, command_row in zip(rows, command_rows, strict=True):
@@ -540,7 +540,7 @@ def check_run_with_environment(
     request = RunRequest(
         args, source, rows, reward_pairs, environment_factory=environment, tools=tools
     )
-    return run_checks(request, RunContext.of_launch(args, "ignore"))
+    return run_checks(request, RunContext.of_launch(args, output_dir_mode="ignore"))
 
 
 def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
@@ -608,7 +608,7 @@ def test_environments_may_say_the_problems_of_a_run_without_a_data_set(tmp_path)
         "tiny", config=args, processor=None, peft_config=None, quantization_config=None
     )
     request = RunRequest(args, source, Datasets(rows), environment_factory=Riddle)
-    run = run_checks(request, RunContext.of_launch(args, "ignore"))
+    run = run_checks(request, RunContext.of_launch(args, output_dir_mode="ignore"))
 
     assert run.rewards.entries == ("Riddle",)
     assert run.data.row_count == 16 / args.num_generations

@@ -221,7 +221,7 @@ def start_from_python(argv: list[str], dataset: Dataset | None = None) -> Resolv
     )
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
-        RunContext.of_launch(config, "ignore"),
+        RunContext.of_launch(config, output_dir_mode="ignore"),
     )
     return run.lock_output_dir(
         {"true": True, "None": None}.get(

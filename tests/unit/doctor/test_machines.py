@@ -150,7 +150,7 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     """The variable that accelerate sets for FSDP is enough to refuse the run."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for context in (
-        lambda: RunContext.of_launch(training_config(), "ignore"),
+        lambda: RunContext.of_launch(training_config(), output_dir_mode="ignore"),
         lambda: RunContext.of_dry_run(training_config(), DryRunOptions(), on_this_machine=True),
     ):
         with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):

@@ -116,7 +116,7 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
         data_source=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )
-    run = run_checks(request, RunContext.of_launch(config, "ignore"))
+    run = run_checks(request, RunContext.of_launch(config, output_dir_mode="ignore"))
     return fingerprint_of_settings(run)
 
 

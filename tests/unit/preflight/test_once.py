@@ -96,7 +96,7 @@ def start_from_python(output_dir: Path) -> None:
         data_source=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )
-    run_checks(request, RunContext.of_launch(config, "ignore"))
+    run_checks(request, RunContext.of_launch(config, output_dir_mode="ignore"))
 
 
 @pytest.mark.slow
