@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run_chosen_command() -> None:
         """Run the chosen command, without progress bars in log files."""
-        arguments = parser().parse_args(argv)
+        arguments = build_parser().parse_args(argv)
         if not sys.stderr.isatty():
             from datasets import disable_progress_bars
             from huggingface_hub.utils.tqdm import (
@@ -51,20 +51,20 @@ def main(argv: list[str] | None = None) -> int:
             disable_hub_progress_bars()
         arguments.run(arguments)
 
-    # A mistake of the user is printed as one line, and these words after Ctrl-C.
+    # It prints a mistake of the user as one line, and the note after Ctrl-C.
     return run_command(
         run_chosen_command,
         interrupt_note="nothing was written, and what was there before is unchanged",
     )
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Return the parser of `python -m data_prep`, with all of its commands."""
-    top = Parser(
+    parser = Parser(
         prog="python -m data_prep",
         description="Make, and look at, data sets for training and evaluation.",
     )
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_synthetic(commands)
     add_knights(commands)
@@ -93,7 +93,7 @@ def parser() -> Parser:
     )
     add_family(inspect)
     inspect.set_defaults(run=_run_inspect)
-    return top
+    return parser
 
 
 def _add_geometry3k(commands: Commands) -> None:
@@ -162,17 +162,20 @@ def _run_geometry3k(arguments: argparse.Namespace) -> None:
 
 def _run_inspect(arguments: argparse.Namespace) -> None:
     """Run `inspect`: read every row of a data set, print its figures and write its page."""
-    gallery = 0 if arguments.text_only else MAX_GALLERY_ROWS
+    gallery_size = 0 if arguments.text_only else MAX_GALLERY_ROWS
     folder = arguments.folder.resolve()
-    path = arguments.html or folder.with_name(f"{folder.name}.html")
+    page_path = arguments.html or folder.with_name(f"{folder.name}.html")
     if not arguments.text_only:
         from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
-        check_page(path)  # before every row is read
+        check_page(page_path)  # before every row is read
     survey = survey_dataset(
-        arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family
+        arguments.folder,
+        gallery_size=gallery_size,
+        model=arguments.model,
+        family=arguments.family,
     )
     print(survey_text(survey))
     if not arguments.text_only:
-        write_page(survey, path)
-        print(f"\npage: {path}")
+        write_page(survey, page_path)
+        print(f"\npage: {page_path}")

@@ -209,13 +209,15 @@ def _run_convert(arguments: argparse.Namespace) -> None:
     preset = PRESETS.get(arguments.preset)
     columns = _chosen_columns(arguments)
     data_name = arguments.name
-    if preset and preset.id:  # a published data set has a name, and rows of a trainer have none
+    # A preset with an id is a published data set, whose name is that of the preset. Other presets
+    # are for the rows of another trainer, which have no name.
+    if preset and preset.id:
         data_name = data_name or arguments.preset
     # The input of the user, or else where the preset's data set is published.
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
-    # The other fields of `ConversionOptions` have the values of the options with their names.
+    # Each other field of `ConversionOptions` has the value of the option of the same name.
     conversion = options_from(
         ConversionOptions, arguments, name=data_name, splits=dict(arguments.splits)
     )

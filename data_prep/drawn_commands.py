@@ -27,10 +27,8 @@ from data_prep.options import add_output, number_range, options_set_by_user, ref
 from data_prep.survey import print_counts
 
 MAX_ROWS = 10_000_000  # a typing error of more zeros would draw for days
-PICTURE_SIDE_RANGE = (
-    28,
-    1024,
-)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
+# A label in a smaller picture cannot be read, and a larger one takes gigabytes while it is drawn.
+PICTURE_SIDE_RANGE = (28, 1024)
 
 
 def add_synthetic(commands: Commands) -> None:
@@ -191,9 +189,21 @@ def _run_knights(arguments: argparse.Namespace) -> None:
     print_counts(arguments.output, manifest)
 
 
+_OPTIONS_OF_SYNTHETIC = (
+    "rows",
+    "test_rows",
+    "seed",
+    "size",
+    "families",
+    "level",
+    "styles",
+    "choices",
+    "figures",
+)
+
+
 def _run_synthetic(arguments: argparse.Namespace) -> None:
     """Run `synthetic`: draw the problems, and print how many there are."""
-    names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
-    drawn = describe_synthetic(**options_set_by_user(arguments, *names, "figures"))
+    drawn = describe_synthetic(**options_set_by_user(arguments, *_OPTIONS_OF_SYNTHETIC))
     manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     print_counts(arguments.output, manifest)

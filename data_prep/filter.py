@@ -86,14 +86,14 @@ def count_right_answers(
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right_counts: Counter[str] = Counter()
     answer_counts: Counter[str] = Counter()
-    _, grades = grade_rows(benchmark, rows, options)
-    for grade in grades:
-        answer_counts[grade.pid] += 1
-        if grade.correct:
-            right_counts[grade.pid] += 1
+    _, graded_answers = grade_rows(benchmark, rows, options)
+    for graded in graded_answers:
+        answer_counts[graded.pid] += 1
+        if graded.correct:
+            right_counts[graded.pid] += 1
     tally_by_id = {}
-    for pid, answer_count in answer_counts.items():
-        tally_by_id[pid] = AnswerTally(right=right_counts[pid], answers=answer_count)
+    for problem_id, answer_count in answer_counts.items():
+        tally_by_id[problem_id] = AnswerTally(right=right_counts[problem_id], answers=answer_count)
     return tally_by_id
 
 
@@ -104,6 +104,19 @@ def samples_folder(output: Path) -> Path:
     """
     output = output.resolve()
     return output.with_name(f"{output.name}.samples")
+
+
+# The settings of the engine on which a sampled answer depends.
+_FINGERPRINT_SETTINGS = (
+    "engine",
+    "dtype",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "min_pixels",
+    "max_pixels",
+    "batch_size",
+)
 
 
 def sample_answers(
@@ -146,17 +159,7 @@ def sample_answers(
         "system_prompt": settings.system_prompt,
         "prompt": None if "prompt" in loaded.unused_options else prompt,
     }
-    names_of_settings = (
-        "engine",
-        "dtype",
-        "max_tokens",
-        "temperature",
-        "seed",
-        "min_pixels",
-        "max_pixels",
-        "batch_size",
-    )
-    fingerprint |= {name: getattr(settings, name) for name in names_of_settings}
+    fingerprint |= {name: getattr(settings, name) for name in _FINGERPRINT_SETTINGS}
     fingerprint |= settings.fingerprint_fields
     infer(
         loaded.problems,
@@ -206,7 +209,7 @@ def filter_dataset(
         answer_tags=prompts_asked_for_tags(predictions),
     )
     _check_predictions_cover_split(tally_by_id, data=data, split=split, predictions=predictions)
-    chosen_ids = {pid for pid, tally in tally_by_id.items() if tally.rate in keep}
+    chosen_ids = {problem_id for problem_id, tally in tally_by_id.items() if tally.rate in keep}
     if not chosen_ids:
         raise UserError(
             f"keep: {keep} leaves no row; the pass rates are {_rates_in_words(tally_by_id)}"
@@ -225,12 +228,15 @@ def filter_dataset(
     }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         row_counts = {}
-        for name in split_files(data):
-            rows: Iterable[Row] = stored_rows(data, name)
-            if name == split:
+        for stored_split in split_files(data):
+            rows: Iterable[Row] = stored_rows(data, stored_split)
+            if stored_split == split:
                 rows = (row for row in rows if row["id"] in chosen_ids)
-            row_counts[name] = dataset.write_split(
-                rows, folder=folder, split=name, features=dataset.features_of_split(data, name)
+            row_counts[stored_split] = dataset.write_split(
+                rows,
+                folder=folder,
+                split=stored_split,
+                features=dataset.features_of_split(data, stored_split),
             )
         _write_tallies(folder / RATES_FILE, tally_by_id)
         summary = _filter_summary(tally_by_id.values(), keep)
@@ -240,8 +246,8 @@ def filter_dataset(
 def _write_tallies(path: Path, tally_by_id: Mapping[str, AnswerTally]) -> None:
     """Write one line of JSON for each problem: its id, and how many answers are right."""
     lines = []
-    for pid, tally in tally_by_id.items():
-        record = {"id": pid, "right": tally.right, "answers": tally.answers}
+    for problem_id, tally in tally_by_id.items():
+        record = {"id": problem_id, "right": tally.right, "answers": tally.answers}
         lines.append(json.dumps(record) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 

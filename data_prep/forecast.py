@@ -147,14 +147,14 @@ class Forecast:
         extent = "on some of what there is to learn from"
         if tds_share > _LARGE_SHARE:
             extent = "on most of what there is to learn from"
-        groups = "groups whose lengths overlap"
+        kind_of_groups = "groups whose lengths overlap"
         if self.short_only.value > _LARGE_SHARE:
-            groups = "those in which short answers win"
+            kind_of_groups = "those in which short answers win"
         ties = ""
         if self.ties.value > _SMALL_SHARE:
             ties = f", and {self.ties.value:.0%} of them are ties"
         return (
-            f"Attenuation would act {extent} ({tds_share:.0%} TDS), mostly {groups}{ties}; "
+            f"Attenuation would act {extent} ({tds_share:.0%} TDS), mostly {kind_of_groups}{ties}; "
             f"{length_clause}."
         )
 
@@ -206,10 +206,10 @@ class _RightShares(NamedTuple):
 def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[_RightShares]:
     """Return the shares of right answers among the longest and shortest ones of each group.
 
-    For example, a group has answers of 50, 50 and 20 tokens, of which the second one alone is
-    right. Its shares are 0.5 for the longest and 0 for the shortest. Groups without a signal, whose
-    rewards are all equal, are left out. So are groups whose answers all have the same length, and
-    answers without a score.
+    `groups` has P groups of G answers, and `has_signal_P` says of each group whether its rewards
+    differ. For example, a group has answers of 50, 50 and 20 tokens, and the second one alone is
+    right. Its shares are 0.5 for the longest and 0 for the shortest. Groups without a signal are
+    left out. So are groups whose answers all have the same length, and answers without a score.
     """
     shares: list[_RightShares] = []
     for group_index in has_signal_P.nonzero()[:, 0].tolist():
@@ -239,7 +239,7 @@ def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference | 
     mean = fmean(differences)
     interval = paired_t_interval(differences)
     if interval is None:
-        interval = interval_of_equal_values(mean, len(differences), lowest=-1.0, highest=1.0)
+        interval = interval_of_equal_values(mean, count=len(differences), lowest=-1, highest=1)
     low, high = interval
     return MeanDifference(mean, low=low, high=high)
 
@@ -315,9 +315,10 @@ def forecast_from_predictions(predictions: Path, *, rounding: bool) -> Forecast:
             f"attenuation: {str(predictions)!r} lacks the lengths of its answers (n_tokens); "
             "sample them with `python -m data_prep filter --samples 8`"
         )
-    _, grades = grade_rows(find_benchmark("geometry3k"), all_answers, options)
+    # The benchmark of that name grades as the training does, whatever the data.
+    _, graded_answers = grade_rows(find_benchmark("geometry3k"), all_answers, options)
     groups = _groups_of_columns(
-        rewards=[float(grade.correct) for grade in grades],
+        rewards=[float(graded.correct) for graded in graded_answers],
         lengths=[answer["n_tokens"] for answer in all_answers],
         truncated=[answer.get("finish_reason") == "length" for answer in all_answers],
         group_size=group_size,

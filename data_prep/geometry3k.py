@@ -38,7 +38,7 @@ from data_prep.solved_rows import (
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
-# the source of rows whose diagram is drawn from a logic form
+# The column `source` of rows whose diagram is drawn from a logic form.
 _SOURCE_OF_REDRAWN_ROWS = "geometry3k, redrawn"
 
 
@@ -66,15 +66,15 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
     opened = open_table(table, _QUESTION_COLUMNS)
     for position, record in opened.read_records():  # the position is `line 14`, say
         row = record if isinstance(record, dict) else {}  # a line that cannot be read is no dict
-        path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
+        image_path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = question_of_chat(row.get("messages"))
         answer = row.get("solution")
-        if path is None or question is None or not isinstance(answer, str):
+        if image_path is None or question is None or not isinstance(answer, str):
             raise UserError(
                 f"texts: {position} of {str(table)!r} lacks messages with one question, a "
                 "solution, or images with a path such as test/2401/img_diagram.png; put them in"
             )
-        authors_split, number = path.groups()
+        authors_split, number = image_path.groups()
         text = question.replace(IMAGE_PLACEHOLDER, " ").strip()
         yield LabelledQuestion(
             number=number,
@@ -170,7 +170,7 @@ def open_source(
         source: one of `SOURCES`.
         location: an id on the hub, or the path of files.
         revision: the branch, tag or commit on the hub; for the hub alone.
-        options: has options of some sources, beside those on how rows are cleaned.
+        options: how rows are cleaned, and options that only some sources have.
 
     Raises:
         UserError: an option belongs to another source, the path is missing, or the data cannot be

@@ -94,13 +94,13 @@ def _position_sentences(form: LogicForm) -> list[str]:
 
 
 def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> bool:
-    """Return whether a diagram has a single circle, triangle, ..., whichever `head` names.
+    """Return whether a diagram has only one shape of a kind, such as one circle or one triangle.
 
-    A diagram has a single triangle if only three points lie on its lines.
+    It has only one triangle if three points lie on its lines.
 
     Args:
         form: the facts of the diagram.
-        head: the name of the shape in a logic form, such as `Circle` or `Triangle`.
+        head: the kind of shape as a logic form names it, such as `Circle` or `Triangle`.
         points_on_lines: all points of the diagram that lie on a line.
     """
     if head == "Circle":

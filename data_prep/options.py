@@ -39,16 +39,17 @@ def add_family(command: argparse.ArgumentParser) -> None:
 def add_cleaning(command: argparse.ArgumentParser) -> None:
     """Add the options on pictures, duplicates and refused rows, which several commands share."""
     add = command.add_argument
-    pixels = none_or(integer_between(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))  # from one image token on
+    # The smallest limit is the pixels of one image token.
+    pixel_limit = none_or(integer_between(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))
     add(
         "--max-pixels",
-        type=pixels,
+        type=pixel_limit,
         metavar="N",
         help="shrink larger images as the model does, default: keep them",
     )
     add(
         "--min-pixels",
-        type=pixels,
+        type=pixel_limit,
         metavar="N",
         help="enlarge smaller ones as the model does, default: keep them",
     )
@@ -98,7 +99,8 @@ def number_range(
 def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return the options among `names` that the user has set, by name: {"rows": 100}.
 
-    The others are None, since the functions that take them have the default values.
+    An option that the user has not set is None. It is left out, so that the function that gets the
+    options takes its own default.
     """
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}

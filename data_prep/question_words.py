@@ -195,9 +195,8 @@ def noun_phrase(term: Term) -> str | None:
         return _noun_of_bare_text(head)
     if head in COLOUR_HEADS:
         return _noun_of_coloured_part(head, term.arguments[0])
-    if head in _ADJECTIVE_HEADS:  # an adjective, such as `regular`
-        part_noun = noun_phrase(term.arguments[0])
-        return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
+    if head in _ADJECTIVE_HEADS or head in ("Minor", "Major"):
+        return _noun_with_adjective(head, term.arguments[0])
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
     if (
@@ -207,9 +206,6 @@ def noun_phrase(term: Term) -> str | None:
         return _noun_of_figure(head, names)
     if head in ("LengthOf", "MeasureOf"):
         return _noun_of_length_or_angle(term)
-    if head in ("Minor", "Major"):
-        part_noun = noun_phrase(term.arguments[0])
-        return part_noun and f"{head.lower()} {part_noun}"
     argument_nouns = _nouns_of_arguments(term)
     if argument_nouns is None:
         return None
@@ -246,6 +242,21 @@ def _noun_of_coloured_part(colour: str, part: Term) -> str:
     if shape == "shape":
         shape = "region" if colour == "Shaded" else "figure"
     return f"the {colour.lower()} {shape}"
+
+
+def _noun_with_adjective(adjective: str, part: Term) -> str | None:
+    """Return a part with its adjective: `the regular pentagon`, `minor arc AB`.
+
+    `adjective` is the head of `Minor(Arc(A, B))`, say, and `part` the term in its bracket. Returns
+    None for a part without words.
+    """
+    part_noun = noun_phrase(part)
+    if part_noun is None:
+        return None
+    if adjective in ("Minor", "Major"):
+        return f"{adjective.lower()} {part_noun}"
+    # A part with a name, such as `triangle ABC`, has no article and stays as it is.
+    return part_noun.replace("the ", f"the {adjective.lower()} ", 1)
 
 
 def _noun_of_single_measure(head: str, part_noun: str) -> str | None:

@@ -97,8 +97,9 @@ class _EqualParts(NamedTuple):
     """The parts of a diagram that are marked as equal or parallel."""
 
     terms: list[Term]  # the facts that say so, such as AB = CD
-    # Each part by the names of its points: [{("A", "B"), ("C", "D")}].
-    groups: list[set[tuple[str, ...]]]
+    # Each part by the names of its points: [[("A", "B"), ("C", "D")]]. The parts of a group are
+    # sorted, so that equal forms give equal pictures.
+    groups: list[list[tuple[str, ...]]]
 
 
 class _AngleInPicture(NamedTuple):
@@ -394,32 +395,34 @@ class _DiagramDrawing:
             self._draw_line(*(angle.corner + rect(radius, direction) for direction in directions))
 
     def _draw_strokes(
-        self, names: Sequence[str], towards: complex, count: int, wing_angle: float, position: float
+        self, segments: Sequence[Sequence[str]], *, count: int, wing_angle: float, position: float
     ) -> None:
-        """Draw ticks (equal lengths) or arrow heads (parallels) on a segment.
+        """Draw ticks (equal lengths) or arrow heads (parallels) on several segments.
 
         Args:
-            names: the two ends of the segment.
-            towards: the direction in which arrow heads point, as a vector that is about parallel.
-            count: how many strokes, side by side.
-            wing_angle: the angle between the segment and each half of a stroke, in radians.
-            position: where on the segment the strokes are, from 0 at its start to 1 at its end.
+            segments: each segment by the names of its two ends. All arrow heads point the way of
+                the first segment.
+            count: how many strokes a segment has, side by side.
+            wing_angle: the angle between a segment and each half of a stroke, in radians.
+            position: where on a segment the strokes are, from 0 at its start to 1 at its end.
         """
-        start, end = self._points_named(names)
-        points_away = ((end - start) * towards.conjugate()).real < 0  # by the scalar product
-        if points_away:
-            start, end = end, start
-        direction = phase(end - start)
-        middle = start + position * (end - start)
-        for number in range(count):
-            # The strokes lie symmetrically about the middle.
-            offset = _STROKE_GAP * (number - (count - 1) / 2)
-            tip = middle + rect(offset, direction)
-            self._draw_line(
-                tip + rect(_HALF_TICK_LENGTH, direction + wing_angle),
-                tip,
-                tip + rect(_HALF_TICK_LENGTH, direction - wing_angle),
-            )
+        first_start, first_end = self._points_named(segments[0])
+        for names in segments:
+            start, end = self._points_named(names)
+            scalar_product = ((end - start) * (first_end - first_start).conjugate()).real
+            if scalar_product < 0:  # the segment points the other way
+                start, end = end, start
+            direction = phase(end - start)
+            middle = start + position * (end - start)
+            for number in range(count):
+                # The strokes lie symmetrically about the middle.
+                offset = _STROKE_GAP * (number - (count - 1) / 2)
+                tip = middle + rect(offset, direction)
+                self._draw_line(
+                    tip + rect(_HALF_TICK_LENGTH, direction + wing_angle),
+                    tip,
+                    tip + rect(_HALF_TICK_LENGTH, direction - wing_angle),
+                )
 
     def _draw_marks(self) -> list[Term]:
         """Draw the marks of right angles, parallels, equal lengths and equal angles.
@@ -429,35 +432,25 @@ class _DiagramDrawing:
 
         Returns the facts that have such a mark.
         """
-        marked_terms = self._draw_right_angles()
-        # The facts that have marks, such as `Parallel(Line(A, B), Line(C, D))`: their head, the
-        # head of both sides, and how many points name a side.
-        for head, side_head, point_count in (
-            ("Parallel", "Line", 2),
-            ("Equals", "LengthOf", 2),
-            ("Equals", "MeasureOf", 3),
-        ):
-            equal_parts = self._find_equal_parts(head, side_head, point_count)
-            marked_terms += equal_parts.terms
-            for number, group in enumerate(equal_parts.groups, start=1):
-                # The order is fixed, so that equal forms give equal pictures.
-                sorted_group = sorted(group)
-                start, end, *_ = self._points_named(sorted_group[0])
-                for names in sorted_group:
-                    if side_head == "MeasureOf":
-                        self._draw_arcs(names, number + 1)  # one arc belongs to a value
-                        continue
-                    # Arrows have wings that point back, and stand a little before the middle. Ticks
-                    # stand across the segment, in its middle.
-                    is_arrow = side_head == "Line"
-                    self._draw_strokes(
-                        names,
-                        towards=end - start,
-                        count=number,
-                        wing_angle=0.75 * math.pi if is_arrow else math.pi / 2,
-                        position=0.42 if is_arrow else 0.5,
-                    )
-        return marked_terms
+        right_angle_terms = self._draw_right_angles()
+        parallels = self._find_equal_parts("Parallel", side_head="Line", point_count=2)
+        for number, lines in enumerate(parallels.groups, start=1):
+            # The wings of an arrow head point back, and it stands a little before the middle.
+            self._draw_strokes(lines, count=number, wing_angle=0.75 * math.pi, position=0.42)
+        equal_lengths = self._find_equal_parts("Equals", side_head="LengthOf", point_count=2)
+        for number, segments in enumerate(equal_lengths.groups, start=1):
+            # A tick stands across the segment, in its middle.
+            self._draw_strokes(segments, count=number, wing_angle=math.pi / 2, position=0.5)
+        equal_angles = self._find_equal_parts("Equals", side_head="MeasureOf", point_count=3)
+        for number, angles in enumerate(equal_angles.groups, start=1):
+            for names in angles:
+                self._draw_arcs(names, count=number + 1)  # one arc alone belongs to a value
+        return [
+            *right_angle_terms,
+            *parallels.terms,
+            *equal_lengths.terms,
+            *equal_angles.terms,
+        ]
 
     def _draw_right_angles(self) -> list[Term]:
         """Draw a square at each right angle, and return the facts that say that it is one."""
@@ -514,7 +507,7 @@ class _DiagramDrawing:
                 connected_groups = [group for group in groups if group & parts]
                 groups = [group for group in groups if group not in connected_groups]
                 groups.append(parts.union(*connected_groups))
-        return _EqualParts(terms, groups)
+        return _EqualParts(terms, groups=[sorted(group) for group in groups])
 
     def _intersection(self, term: Term) -> complex | None:
         """Return where the two lines of a fact meet: in a common point, or where they cross.

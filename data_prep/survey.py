@@ -79,7 +79,7 @@ class SplitSurvey:
     image_sizes: list[tuple[int, int]] = field(default_factory=list)
     longest: list[LongProblem] = field(default_factory=list)  # the longest first
     repeated_ids: list[str] = field(default_factory=list)  # of rows whose id an earlier one has
-    gallery: list[Row] = field(default_factory=list)  # whole rows that the page shows
+    gallery: list[Row] = field(default_factory=list)  # rows that the page shows as a whole
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class Survey:
 
 
 def survey_dataset(
-    folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
+    folder: Path, *, gallery_size: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
     """Read every row of a prepared data set once, and count and measure what it holds.
 
     Args:
         folder: the data set.
-        gallery: how many whole rows to keep for a page, spread evenly over all of them.
+        gallery_size: how many whole rows to keep for a page, spread evenly over all rows.
         model: a folder or hub id whose tokenizer measures the problems; None measures characters.
         family: the model_type that counts image tokens.
 
@@ -119,13 +119,15 @@ def survey_dataset(
     if not any(row_counts.values()):
         raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
     # The share of all rows that the page shows.
-    gallery_share = min(1.0, gallery / sum(row_counts.values()))
+    gallery_share = min(1.0, gallery_size / sum(row_counts.values()))
     splits = {}
     for split, count in row_counts.items():
-        # A small split has one row in the gallery at least. The rows are spread evenly: 3 of 10 are
-        # the rows 0, 3 and 6.
-        gallery_rows = min(count, max(1, round(count * gallery_share))) if gallery else 0
-        gallery_indices = {index * count // gallery_rows for index in range(gallery_rows)}
+        shown_count = 0
+        if gallery_size:
+            shown_count = max(1, round(count * gallery_share))  # also of a small split
+            shown_count = min(count, shown_count)  # an empty split has none
+        # The shown rows are spread evenly: 3 of 10 are the rows 0, 3 and 6.
+        gallery_indices = {index * count // shown_count for index in range(shown_count)}
         splits[split] = _survey_split(
             folder,
             split=split,
