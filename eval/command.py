@@ -150,10 +150,10 @@ def build_parser(benchmark: Benchmark) -> Parser:
         dest="subcommand", required=True, metavar="{run,infer,score}"
     )
     for subcommand, help_text in HELP_BY_SUBCOMMAND.items():
-        needed = " ".join(
+        required_options = " ".join(
             f"--{option} {option.upper()}" for option in _REQUIRED_OPTIONS_BY_SUBCOMMAND[subcommand]
         )
-        usage = f"{parser.prog} {subcommand} {needed} [option ...]"
+        usage = f"{parser.prog} {subcommand} {required_options} [option ...]"
         subparser = subparsers.add_parser(subcommand, help=help_text, usage=usage)
         output_help = "needed: a folder; a run that is there is resumed"
         if subcommand == "score":
@@ -246,7 +246,7 @@ def _option_to_arguments(
     - `tools: [zoom]` becomes `--tools zoom`
     - `tool_options: {images: 4}` becomes `--tool-options={"images": 4}`
     - `rounding: true` becomes `--rounding`, and `rounding: false` becomes `--no-rounding`
-    - `no_image: false` becomes nothing, since argparse has no word for it
+    - `no_image: false` and `rounding: null` become nothing
 
     Args:
         key: The name of the option, with `_` for `-`.
@@ -255,8 +255,8 @@ def _option_to_arguments(
         config_file: The file, for messages.
     """
     option = "--" + key.replace("_", "-")
-    # Two options may be more than one value in YAML: a list of tools, and a mapping of their
-    # limits, which the command line takes as one text.
+    # Two options have more than one value in YAML: `tools` is a list, and `tool_options` a mapping,
+    # which the command line takes as one text.
     if key == "tools" and isinstance(value, list) and all(isinstance(name, str) for name in value):
         return [option, *value]
     if key == "tool_options" and isinstance(value, dict):
@@ -264,14 +264,15 @@ def _option_to_arguments(
     if isinstance(value, list | dict):
         fault = "no list of names; write one" if key == "tools" else "not one value; write one"
         raise UserError(f"config: {key}: {value!r:.60} in {str(config_file)!r} is {fault}")
-    # A switch named `no_...` is off where it is not given.
-    if value is False and key.startswith("no_"):
-        return []
     if is_switch and value is None:
         return []
-    if is_switch and isinstance(value, bool):
-        return [option if value else option.replace("--", "--no-", 1)]
-    return [f"{option}={'null' if value is None else value}"]
+    if is_switch and value is True:
+        return [option]
+    if is_switch and value is False:
+        # A switch such as `--no-image` has no opposite. It is off unless it is given.
+        return [] if key.startswith("no_") else [option.replace("--", "--no-", 1)]
+    value_text = "null" if value is None else value
+    return [f"{option}={value_text}"]
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         """Read the score files and print their comparison."""
         options = parser.parse_args(argv)
         runs = [read_run(path) for path in options.runs]
-        lines = compare_runs(runs, by=options.by, quote_published=not options.no_published)
+        lines = compare_runs(runs, group_kinds=options.by, quote_published=not options.no_published)
         print("\n".join(lines))
 
     return run_command(command, interrupt_note="nothing was written")

@@ -174,7 +174,8 @@ def _summary(
             f"than the {n_variants} variants; --split all without --limit has all"
         )
     return BenchmarkSummary(
-        {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
+        metrics={"variants": {"worst_case": worst_case, "robustness": robustness}},
+        warnings=warnings,
     )
 
 
@@ -192,7 +193,7 @@ def load(options: HubDataOptions) -> LoadedProblems:
     for split in splits:
         loaded = load_problems(
             replace(options, split=split),
-            needed=("id", *REQUIRED_COLUMNS),
+            required_columns=("id", *REQUIRED_COLUMNS),
             image_columns=("decoded_image", "image"),
             prompt=prompt,
             check=check_row,

@@ -91,7 +91,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 # The question is asked as it is, since its options are in the picture.
 load = partial(
     load_problems,
-    needed=("id", *REQUIRED_COLUMNS),
+    required_columns=("id", *REQUIRED_COLUMNS),
     image_columns=("image", "imagename"),
     prompt=itemgetter("question"),
     check=check_row,

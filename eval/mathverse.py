@@ -433,7 +433,7 @@ def _summary(
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
         )
     return BenchmarkSummary(
-        {"overall": {"five_versions": overall}}, lines=[note], warnings=warnings
+        metrics={"overall": {"five_versions": overall}}, lines=[note], warnings=warnings
     )
 
 
@@ -457,7 +457,7 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
     for split in splits:
         loaded = load_problems(
             replace(options, split=split),
-            needed=("sample_index", *REQUIRED_COLUMNS, "query_wo", "query_cot"),
+            required_columns=("sample_index", *REQUIRED_COLUMNS, "query_wo", "query_cot"),
             image_columns=("image",),
             check=check_row,
             prompt=itemgetter(f"query_{options.query}"),

@@ -428,7 +428,7 @@ def _describe_rules(options: MathVisionScoreOptions) -> dict[str, Any]:
 
 load = partial(
     load_problems,
-    needed=("id", *REQUIRED_COLUMNS),
+    required_columns=("id", *REQUIRED_COLUMNS),
     image_columns=("decoded_image", "image"),
     prompt=build_query,
     check=check_row,

@@ -402,7 +402,7 @@ def _describe_rules(options: MathVistaScoreOptions) -> dict[str, Any]:
 # The column `query` has the official prompt, if the data have this column.
 load = partial(
     load_problems,
-    needed=("pid", *REQUIRED_COLUMNS),
+    required_columns=("pid", *REQUIRED_COLUMNS),
     image_columns=("decoded_image", "image"),
     prompt=lambda row: row.get("query") or build_query(row),
     check=check_row,

@@ -187,7 +187,7 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
     """
     return load_problems(
         options,
-        needed=("id", *REQUIRED_COLUMNS),
+        required_columns=("id", *REQUIRED_COLUMNS),
         image_columns=("image",),
         prompt=lambda row: PROMPT_BY_QUERY[options.query],
         check=check_row,

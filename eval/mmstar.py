@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from adora_vl.evals.inference.dataset import load_problems
@@ -182,9 +183,9 @@ def _compute_leakage(
     ]
     pids = list(correctness_by_pid(graded_answers))
     metrics: dict[str, Any] = {
-        "S_v": _mean(with_image),
-        "S_wv": _mean(without_image),
-        "MG": _mean(gains),
+        "S_v": fmean(with_image),
+        "S_wv": fmean(without_image),
+        "MG": fmean(gains),
         "MG_95": difference_interval(gains, pids),
     }
     if language_model is not None:
@@ -193,8 +194,8 @@ def _compute_leakage(
             for blind_accuracy, text_accuracy in zip(without_image, language_model, strict=True)
         ]
         low, high = difference_interval(leaks, pids)
-        metrics["S_t"] = _mean(language_model)
-        metrics["ML"] = max(0.0, _mean(leaks))
+        metrics["S_t"] = fmean(language_model)
+        metrics["ML"] = max(0.0, fmean(leaks))
         metrics["ML_95"] = (max(0.0, low), max(0.0, high))
     return metrics
 
@@ -240,11 +241,6 @@ def _accuracy_of_each_problem(graded_answers: Sequence[GradedAnswer]) -> list[fl
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean of at least one value."""
-    return sum(values) / len(values)
-
-
 def load(options: MMStarDataOptions) -> LoadedProblems:
     """Load the problems of a split, with their images or, with `--no-image`, without them.
 
@@ -252,7 +248,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     """
     loaded = load_problems(
         options,
-        needed=("index", *REQUIRED_COLUMNS),
+        required_columns=("index", *REQUIRED_COLUMNS),
         image_columns=("image",),
         prompt=itemgetter("question"),
         check=check_row,

@@ -158,20 +158,20 @@ def _summary(
     answers are left out, with a warning.
     """
     correctness_by_problem = _collect_correctness(rows, graded_answers)
-    complete = {
+    complete_problems = {
         problem: correctness
         for problem, correctness in correctness_by_problem.items()
         if _has_all_parts(correctness)
     }
-    ids = {problem.id for problem in correctness_by_problem}
-    incomplete_ids = ids - {problem.id for problem in complete}
+    all_ids = {problem.id for problem in correctness_by_problem}
+    incomplete_ids = all_ids - {problem.id for problem in complete_problems}
     warnings: list[str] = []
     if incomplete_ids:
         problems = pluralize(len(incomplete_ids), "problem")
         warnings.append(
             f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )
-    if not complete:
+    if not complete_problems:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
         return BenchmarkSummary(metrics={"score": no_score}, warnings=warnings)
     shares: dict[str, Any] = {}
@@ -180,16 +180,18 @@ def _summary(
     for name in ("strict", "loose"):
         diagnoses = [
             _diagnose_parts(correctness, strict=name == "strict")
-            for correctness in complete.values()
+            for correctness in complete_problems.values()
         ]
-        shares |= _diagnosis_shares(diagnoses, [problem.id for problem in complete], name)
+        problem_ids = [problem.id for problem in complete_problems]
+        shares |= _diagnosis_shares(diagnoses, problem_ids, name)
         # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
-        points_by_id = _points_by_problem(complete, diagnoses)
+        points_by_id = _points_by_problem(complete_problems, diagnoses)
         mean = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = {"accuracy": mean["value"], "interval_95": mean["interval_95"]}
         score_text = percent_with_interval(mean["value"], mean["interval_95"])
         lines.append(f"We-Math's score, {name}: {score_text}")
-    return BenchmarkSummary({"score": scores, "diagnosis": shares}, lines=lines, warnings=warnings)
+    metrics = {"score": scores, "diagnosis": shares}
+    return BenchmarkSummary(metrics=metrics, lines=lines, warnings=warnings)
 
 
 def _diagnosis_shares(
@@ -297,7 +299,7 @@ def _diagnose_parts(correctness: PartCorrectness, *, strict: bool) -> str:
 # The rows are every step of a composite problem, and the whole.
 load = partial(
     load_problems,
-    needed=("question number", *REQUIRED_COLUMNS),
+    required_columns=("question number", *REQUIRED_COLUMNS),
     image_columns=("image_path",),
     prompt=prompt,
     check=check_row,

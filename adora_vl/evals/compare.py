@@ -40,7 +40,7 @@ from adora_vl.utils.errors import UserError
 
 # The fields of a fingerprint in which compared runs may differ. The runs are of one benchmark, so
 # different names of it are aliases.
-_FREE_FIELDS = (
+_FIELDS_THAT_MAY_DIFFER = (
     "benchmark",
     "model",
     "model_hash",
@@ -50,31 +50,34 @@ _FREE_FIELDS = (
 _MAX_VALUE_CHARS = 60
 
 
-def comparability_warnings(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
+def comparability_warnings(
+    runs: Sequence[ScoreFile], compared_fields: Sequence[str] = ()
+) -> list[str]:
     """Warn about everything, apart from the model, in which the scores of these runs differ.
 
-    A score says it in its `rules`, its `coverage`, and the parts of its `fingerprint`: `fields` are
-    the options as given, `resolved` those that the model decided, and `versions` are of the
-    software.
+    A score says in its `rules`, its `coverage` and its `fingerprint` how it was made. A fingerprint
+    has three parts: `fields` has the options as given, `resolved` the settings that the model
+    decided, and `versions` the versions of the software.
 
     Args:
         runs: The runs that are compared.
-        subject: Further fields that may differ, because the comparison is about them.
+        compared_fields: Fields that differ on purpose, such as `tools`. They cause no warning.
 
     Returns lines that begin with `warning: ` or `note: `.
     """
     lines: list[str] = []
     for run in runs:
-        lines += _named_partial_notes(run)
+        lines += _partial_score_notes_with_name(run)
     names_without_fingerprint = [
         run.name for run in runs if not fingerprint_part(run.score, "fields")
     ]
     with_fingerprint = [run for run in runs if run.name not in names_without_fingerprint]
     if names_without_fingerprint:
-        unknown = "it is not known whether the prompt, the sampling and the data were the same"
-        names = ", ".join(names_without_fingerprint)
-        lines.append(f"warning: {names}: no fingerprint, so {unknown}")
-    ignored_fields = (*_FREE_FIELDS, *subject)
+        lines.append(
+            f"warning: {', '.join(names_without_fingerprint)}: no fingerprint, so it is not known "
+            "whether the prompt, the sampling and the data were the same"
+        )
+    ignored_fields = (*_FIELDS_THAT_MAY_DIFFER, *compared_fields)
     if group_runs_by_view(runs):  # the comparison is about what the model was shown
         ignored_fields = (*ignored_fields, *VIEW_FIELDS)
     for key, values in _differing_settings(with_fingerprint, ignored_fields).items():
@@ -88,8 +91,11 @@ def comparability_warnings(runs: Sequence[ScoreFile], subject: Sequence[str] = (
     return lines
 
 
-def _named_partial_notes(run: ScoreFile) -> list[str]:
-    """Return the notes on a score over a part of the problems, with the name of its run in each."""
+def _partial_score_notes_with_name(run: ScoreFile) -> list[str]:
+    """Return the notes on a score over a part of the problems, each with the name of its run.
+
+    `note: 60 of the 512 answers ...` becomes `note: runs/mine: 60 of the 512 answers ...`.
+    """
     lines: list[str] = []
     for note in partial_score_notes(run.score):
         kind, _, text = note.partition(": ")  # `note` or `warning`
@@ -157,13 +163,13 @@ def shorten_middle(value: str) -> str:
 
 
 def compare_runs(
-    runs: Sequence[ScoreFile], by: Sequence[str], *, quote_published: bool
+    runs: Sequence[ScoreFile], group_kinds: Sequence[str], *, quote_published: bool
 ) -> list[str]:
     """Compare runs of one benchmark: a table of their accuracies, tests, and notes, in lines.
 
     Args:
         runs: The runs; each is tested against the first, and has its gain over it in points.
-        by: The kinds of groups, such as `image_size`, that get rows of their own.
+        group_kinds: The kinds of groups, such as `image_size`, that get rows of their own.
         quote_published: Whether to quote accuracies that others have published.
 
     Raises `UserError` if the runs are of different benchmarks, or have no such groups.
@@ -172,8 +178,8 @@ def compare_runs(
     published = _find_published_results(runs) if quote_published else None
     view_groups = group_runs_by_view(runs)
     # Beside views of ours, MathVerse's own versions of each problem are of interest too.
-    if not by and view_groups and runs[0].benchmark == "mathverse":
-        by = ["version"]
+    if not group_kinds and view_groups and runs[0].benchmark == "mathverse":
+        group_kinds = ["version"]
     noun = count_noun([run.score for run in runs])  # `problems` or `answers`
     caption = f"{scored_dataset_name(runs[0].score)}: accuracy in %, [95 % interval], {noun}"
     if len(runs) > 1:
@@ -184,7 +190,7 @@ def compare_runs(
     for run in runs:
         if run.score.get("steps"):
             lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
-    for kind in by:
+    for kind in group_kinds:
         lines += align_columns(_group_rows(runs, kind))
     if len(runs) > 1:
         lines.append("")
@@ -341,14 +347,15 @@ def _note_lines(runs: Sequence[ScoreFile], published: PublishedResults | None) -
     `published` are the published accuracies that are quoted, which may be by other rules.
     """
     if len(runs) > 1:
-        # Then the settings of tools may differ without a warning, since they are what is compared.
+        # Where only some runs had tools, the tools are what is compared.
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
-        notes = comparability_warnings(runs, subject=TOOL_FIELDS if is_about_tools else ())
+        compared_fields = TOOL_FIELDS if is_about_tools else ()
+        notes = comparability_warnings(runs, compared_fields)
     else:
         notes = partial_score_notes(runs[0].score)
-    if any(
-        run.accuracy_by_version_id.keys() != runs[0].accuracy_by_version_id.keys() for run in runs
-    ):
+    first_version_ids = runs[0].accuracy_by_version_id.keys()
+    have_same_problems = all(run.accuracy_by_version_id.keys() == first_version_ids for run in runs)
+    if not have_same_problems:
         notes.append(
             "warning: the runs do not have the same problems; the tests use the common ones, the "
             "table all"

@@ -56,7 +56,9 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     """Compare runs of one model that was shown different views of the problems, in lines.
 
     The lines say how often it is right with each view, and whether it sees and whether it reasons.
-    Only the problems that it answered in all views count; without any there are no lines.
+    Only the problems that it answered in all views count; without any there are no lines. Most
+    benchmarks ask each problem in one version. Where a problem has several versions, each has an id
+    of its own and counts like a problem.
 
     `run_by_view` is a group of `group_runs_by_view`. Its views are some of `text` (the facts of the
     picture in words), `image`, `both` and `blank` (a grey picture).
@@ -64,7 +66,7 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     common_version_ids = find_common_version_ids(list(run_by_view.values()))
     if not common_version_ids:
         return []
-    # The accuracy on each common problem, by view.
+    # By view the accuracies in the order of these ids: 1 or 0 for a problem with one answer.
     accuracies_by_view = {
         view: run.accuracies_of(common_version_ids) for view, run in run_by_view.items()
     }
@@ -78,9 +80,11 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     if {"text", "image"} <= views:
         from_words = accuracies_by_view["text"]
         from_picture = accuracies_by_view["image"]
-        # How often both answers are right: 1 or 0 for single answers.
-        from_both = [text * image for text, image in zip(from_words, from_picture, strict=True)]
-        ratio_text = _ratio_text(from_both, from_words, problem_ids)
+        # A product of two accuracies is 1 for a problem that is solved in both views.
+        solved_in_both = [
+            words * picture for words, picture in zip(from_words, from_picture, strict=True)
+        ]
+        ratio_text = _ratio_text(solved_in_both, from_words, problem_ids)
         lines.append(f"of what it solves from words, it solves {ratio_text} from the picture")
     if {"text", "both"} <= views:
         gain = paired_difference(
@@ -148,11 +152,11 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
 def _ratio_text(parts: Sequence[float], wholes: Sequence[float], problem_ids: Sequence[str]) -> str:
     """Format sum(parts) / sum(wholes) in percent with its interval: `50.0 % (95 %: 30.1 to 69.9)`.
 
-    `problem_ids` has the problem of each pair.
+    `problem_ids` has the problem of each pair of a part and a whole.
     """
     if not sum(wholes):
         return "nothing of nothing,"  # the ratio 0 / 0 as a part of a sentence
-    interval = list(ratio_interval(parts, wholes, problem_ids))
+    interval = ratio_interval(parts, wholes, problem_ids)
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 

@@ -109,10 +109,10 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
         score = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
-    missing = [key for key in _NEEDED_KEYS if not isinstance(score, dict) or key not in score]
-    if missing:
+    missing_keys = [key for key in _NEEDED_KEYS if not isinstance(score, dict) or key not in score]
+    if missing_keys:
         raise UserError(
-            f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a "
+            f"run: {str(file)!r} has no {missing_keys[0]!r}; make it with the `score` verb of a "
             "benchmark"
         )
     items = score["items"] if isinstance(score["items"], list) else []

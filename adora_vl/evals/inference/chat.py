@@ -168,9 +168,9 @@ class ChatProcessor:
             raise UserError(f"model: {model!r} {fault}")
         is_float32_on_cpu = has_vllm_cpu_build() and self.resolve_dtype(dtype) == "float32"
         if is_float32_on_cpu and has_linear_attention(self.config):
-            alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(
-                f"model: {model!r} is in float32, and {alone}; use --engine transformers"
+                f"model: {model!r} is in float32, and on a CPU vLLM computes its linear attention "
+                "in bfloat16 alone; use --engine transformers"
             )
 
     def render(self, messages: list[Message]) -> str:

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 # The name of a file that begins with that of a split.
 _SPLIT_NAME_PATTERN = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
-_MOST_NAMED_FILES = 5  # in a message
+_MAX_FILES_IN_MESSAGE = 5
 _MAX_PATH_CHARS = 300  # a longer text in an image column is the image itself in Base64
 
 
@@ -105,7 +105,7 @@ class _LoadedRows:
 
 def load_problems(
     options: DataOptions,
-    needed: Sequence[str],
+    required_columns: Sequence[str],
     image_columns: Sequence[str] = (),
     *,
     prompt: Callable[[Row], str],
@@ -122,10 +122,10 @@ def load_problems(
 
     Args:
         options: Where the data are.
-        needed: The columns that every row has to have.
+        required_columns: The columns that every row has to have.
         image_columns: The columns that may hold the image; the first one that is not null counts.
         prompt: Returns the text that is asked of a row.
-        stored_columns: The columns that a prediction keeps; by default the needed ones. It keeps
+        stored_columns: The columns that a prediction keeps; by default the required ones. It keeps
             the id in any case, as `pid`.
         check: Returns what is wrong with a row, or None. The row has the fields of a prediction,
             with an empty response.
@@ -146,7 +146,7 @@ def load_problems(
         """Return what is wrong with a row, None if nothing is."""
         prediction = _as_prediction(row, id_column)
         return (
-            describe_missing_fields(row, needed)
+            describe_missing_fields(row, required_columns)
             or describe_row_fault(prediction)
             or check(prediction)
             or describe_prompt_fault(prompt(row), has_image=has_image)
@@ -154,7 +154,7 @@ def load_problems(
         )
 
     _check_rows(loaded, describe_fault)
-    field_names = stored_columns or [name for name in needed if name != id_column]
+    field_names = stored_columns or [name for name in required_columns if name != id_column]
     problems: list[Problem] = []
     for index, row in enumerate(loaded.rows):
         fields: Row = {"pid": str(row[id_column])}
@@ -374,10 +374,10 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     # MMStar's only file is named after the benchmark.
     if len(tables) == 1 and not _SPLIT_NAME_PATTERN.match(tables[0].name):
         return tables
-    contents = ", ".join(path.name for path in data_files[:_MOST_NAMED_FILES])
-    n_unnamed = len(data_files) - _MOST_NAMED_FILES
-    if n_unnamed > 0:
-        contents += f" and {n_unnamed} more"
+    contents = ", ".join(path.name for path in data_files[:_MAX_FILES_IN_MESSAGE])
+    n_further_files = len(data_files) - _MAX_FILES_IN_MESSAGE
+    if n_further_files > 0:
+        contents += f" and {n_further_files} more"
     raise UserError(
         f"data: {str(folder)!r} has nothing for the split {split!r}; it has "
         f"{contents or 'no Parquet or JSON file'}; see --split"

@@ -98,9 +98,9 @@ class ConversationEngine:
             prompt: The token ids of the prompt.
         """
         finish_reason = rollout.finish_reason
-        # If tools were called, the finish reason of the conversation is kept.
+        # A conversation with calls keeps its finish reason, such as a call too many. Without calls
+        # an answer that did not stop by itself was cut off.
         ended_by_tools = bool(rollout.calls and rollout.has_ended)
-        # Without a call, an answer that did not stop by itself was cut off, for whatever reason.
         if finish_reason is not FinishReason.STOP and not ended_by_tools:
             finish_reason = FinishReason.LENGTH
         calls: list[dict[str, Any]] = []
@@ -282,8 +282,7 @@ class VLLMEngine(LocalEngine):
             max_model_len=context_length,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
-            # 4096 tokens at most are processed at once.
-            **machine_options(context_length, 4096),
+            **machine_options(context_length, max_batched_tokens=4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": max_images, "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
@@ -292,8 +291,7 @@ class VLLMEngine(LocalEngine):
             "temperature": settings.temperature,
             # A bias of -100 keeps a token from being sampled.
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
-            # Answers are decoded by `_reply`. vLLM needs the text only to find strings that end an
-            # answer.
+            # vLLM needs the text only to find strings that end an answer. `_build_reply` decodes.
             "detokenize": bool(settings.stop_strings),
         }
         if settings.stop_strings:
@@ -371,6 +369,7 @@ class TransformersEngine(LocalEngine):
             stopping["stop_strings"] = list(self._stop_strings)
             stopping["tokenizer"] = self.chat.tokenizer
         with torch.inference_mode():
+            # Token ids of shape (B, T): B requests, each with T tokens of prompt and completion.
             sequences_BT = self._model.generate(
                 **inputs.to(self._device), max_new_tokens=max_tokens, **stopping
             )

@@ -106,8 +106,8 @@ def read_predictions(
     return rows
 
 
-_MOST_SHOWN_FAULTS = 20  # in a message
-_MAX_FAULT_CHARS = 300  # characters; a value in it may be huge
+_MAX_FAULTS_IN_MESSAGE = 20
+_MAX_FAULT_CHARS = 300  # of one fault, whose value may be huge
 
 
 def raise_row_faults(where: str, faults: Sequence[str]) -> None:
@@ -122,10 +122,10 @@ def raise_row_faults(where: str, faults: Sequence[str]) -> None:
     if not faults:
         return
     lines: list[str] = []
-    for fault in faults[:_MOST_SHOWN_FAULTS]:
+    for fault in faults[:_MAX_FAULTS_IN_MESSAGE]:
         short_fault = fault if len(fault) <= _MAX_FAULT_CHARS else fault[:_MAX_FAULT_CHARS] + "..."
         lines.append(f"{where} {short_fault}")
-    n_hidden = len(faults) - _MOST_SHOWN_FAULTS
+    n_hidden = len(faults) - _MAX_FAULTS_IN_MESSAGE
     if n_hidden == 1:
         lines.append(f"{where}: 1 more row is wrong")
     elif n_hidden > 1:
@@ -133,18 +133,18 @@ def raise_row_faults(where: str, faults: Sequence[str]) -> None:
     raise MultiLineUserError(lines)
 
 
-def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """Say which of the needed fields a row lacks; None if it has all of them.
+def describe_missing_fields(row: Prediction, required: Sequence[str]) -> str | None:
+    """Say which of the required fields a row lacks; None if it has all of them.
 
     For example, `lacks the field 'answer'; it has pid, gold, needed are pid, answer`.
     """
-    missing = [field for field in needed if field not in row]
-    if not missing:
+    missing_fields = [field for field in required if field not in row]
+    if not missing_fields:
         return None
-    noun = "field" if len(missing) == 1 else "fields"
-    names = ", ".join(repr(field) for field in missing)
+    noun = "field" if len(missing_fields) == 1 else "fields"
+    names = ", ".join(repr(field) for field in missing_fields)
     present_names = ", ".join(row) or "none"
-    return f"lacks the {noun} {names}; it has {present_names}, needed are {', '.join(needed)}"
+    return f"lacks the {noun} {names}; it has {present_names}, needed are {', '.join(required)}"
 
 
 class FieldType(NamedTuple):
@@ -200,9 +200,9 @@ def describe_field_fault(row: Prediction, types: Mapping[str, FieldType]) -> str
         row: The row.
         types: The type of each field that it has to have, by name.
     """
-    missing = describe_missing_fields(row, tuple(types))
-    if missing:
-        return missing
+    fault = describe_missing_fields(row, tuple(types))
+    if fault:
+        return fault
     for name, field_type in types.items():
         if not field_type.is_valid(row[name]):
             return f"has {name} = {row[name]!r:.60}, expected {field_type.expected}"
@@ -458,6 +458,6 @@ def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:
     The new file replaces the old one atomically.
     """
     row_by_key = {row_key(row): row for row in read_rows(path)}
-    lines = [json.dumps(row_by_key[row_key]) + "\n" for row_key in keys if row_key in row_by_key]
+    lines = [json.dumps(row_by_key[key]) + "\n" for key in keys if key in row_by_key]
     with naming_write_errors("output", path):
         replace_file(path, "".join(lines))

@@ -42,29 +42,30 @@ def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
         if training_config is None:  # read once, and only where a prompt needs it
             training_config = read_training_config(model)
         key, default = KEY_AND_DEFAULT_BY_PROMPT[name]
-        resolved_prompts[name] = training_config.get(key, default)
-        if resolved_prompts[name] != default:
-            words = "none" if resolved_prompts[name] is None else f"{resolved_prompts[name]!r:.80}"
+        trained_prompt = training_config.get(key, default)
+        resolved_prompts[name] = trained_prompt
+        if trained_prompt != default:
+            words = "none" if trained_prompt is None else f"{trained_prompt!r:.80}"
             print(f"{name}: that of the model's training, {words}", file=sys.stderr)
     return resolved_prompts
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return those of a run's prompts, by name, that differ from the defaults.
+    """Return the prompts of a run, by name, that differ from the defaults.
 
     Only these are written into the manifest of the data that the run filters.
     """
-    unusual_by_name: dict[str, str | None] = {}
+    unusual_prompt_by_name: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         _, default = KEY_AND_DEFAULT_BY_PROMPT[name]
         if prompt != default:
-            unusual_by_name[name] = prompt
-    return unusual_by_name
+            unusual_prompt_by_name[name] = prompt
+    return unusual_prompt_by_name
 
 
 FINGERPRINT_FILE = "fingerprint.json"
-# They come from the training of the model. No message about them says `set it back`.
-_FIELDS_THAT_NO_OPTION_SETS = ("stop", "stop_token_ids")
+# These fields come from the training of the model, so that a user cannot set them back.
+_FIELDS_OF_THE_TRAINING = ("stop", "stop_token_ids")
 FingerprintFields = dict[str, Any]
 
 
@@ -88,16 +89,20 @@ def check_fingerprint(output: Path, fields: FingerprintFields) -> None:
     stored_fields = read_fingerprint(path)["fields"]
     # The fields of this run come first, then those that only the stored fingerprint has.
     for name in {**fields, **stored_fields}:
+        stored_value = stored_fields.get(name)
+        value = fields.get(name)
+        if value == stored_value:
+            continue
         # A fingerprint without the field `samples` is of one answer to each problem.
-        has_more_samples = name == "samples" and stored_fields.get(name, 1) <= fields.get(name, 1)
-        if stored_fields.get(name) != fields.get(name) and not has_more_samples:
-            remedy = "use another --output"
-            if name not in _FIELDS_THAT_NO_OPTION_SETS:
-                remedy = f"set it back or {remedy}"
-            raise UserError(
-                f"{name}: the predictions in {str(output)!r} were made with {stored_fields.get(name)!r}, "
-                f"this run has {fields.get(name)!r}; {remedy}"
-            )
+        if name == "samples" and (stored_value or 1) <= (value or 1):
+            continue
+        remedy = "use another --output"
+        if name not in _FIELDS_OF_THE_TRAINING:
+            remedy = f"set it back or {remedy}"
+        raise UserError(
+            f"{name}: the predictions in {str(output)!r} were made with {stored_value!r}, this run "
+            f"has {value!r}; {remedy}"
+        )
 
 
 def write_fingerprint(

@@ -158,9 +158,8 @@ class _RankRunner:
         # The libraries print much while they load a model.
         with StartupLog(self.output / STARTUP_LOG, is_first_process=is_rank_0):
             engine = self.build(self.settings)
-        resolved_settings = getattr(
-            engine, "resolved_settings", None
-        )  # an engine of a trainer has none
+        # The engine of a trainer has no such settings.
+        resolved_settings = getattr(engine, "resolved_settings", None)
         if not resolved_settings:
             return engine
         path = self.output / FINGERPRINT_FILE
@@ -259,13 +258,13 @@ def _answer_on_rank_0(
         _check_and_write_fingerprint(
             output,
             fingerprint,
-            n_predictions=len(earlier_keys),
+            n_earlier=len(earlier_keys),
             n_resumed=resumed_count,
             answer_counts={"answers": n_answers, "in_data": n_answers_in_data},
         )
         _print_counts(
-            n_answers // samples_per_problem,
-            samples_per_problem,
+            n_problems=n_answers // samples_per_problem,
+            samples_per_problem=samples_per_problem,
             resumed=resumed_count,
             pending=pending_count,
         )
@@ -280,8 +279,9 @@ def _answer_on_rank_0(
         is_server = runner.settings.endpoint is not None
         # A resumed run may append answers that belong before the others: answers that a server
         # failed to give in the earlier run, and further samples of the same problems.
-        has_late_rows = resumed_count and pending_count and (is_server or samples_per_problem > 1)
-        if has_merged_files or has_late_rows:
+        is_resumed = bool(resumed_count and pending_count)
+        may_be_out_of_order = is_resumed and (is_server or samples_per_problem > 1)
+        if has_merged_files or may_be_out_of_order:
             sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in samples])
     return _summary_of_run(
         read_rows(output / PREDICTIONS_FILE),
@@ -327,37 +327,36 @@ def _check_and_write_fingerprint(
     output: Path,
     fingerprint: FingerprintFields,
     *,
-    n_predictions: int,
+    n_earlier: int,
     n_resumed: int,
     answer_counts: dict[str, int],
 ) -> None:
-    """Check the predictions of an earlier run in the folder, and write what this run depends on.
+    """Check that this run can go on from an earlier one, and write what its answers depend on.
+
+    The fingerprint is written only after the checks. A run that is refused must not change the
+    counts of the earlier run, which a score reads.
 
     Args:
         output: The folder.
         fingerprint: What the answers depend on; a run is resumed only with the same.
-        n_predictions: The number of predictions that are there.
-        n_resumed: How many of them this run asks for.
+        n_earlier: The number of predictions of the earlier run; 0 where there was none.
+        n_resumed: The number of these predictions that are answers of this run too.
         answer_counts: `answers`, the number of all answers of this run, and `in_data`, the number
             of answers to all problems of the data.
 
-    Raises `UserError` as `_answer_on_rank_0` does. The counts are written only after the checks: a
-    run that is refused must not change the counts of the earlier run, which a score reads.
+    Raises `UserError` for predictions that were made with other settings, or that this run does not
+    ask for. The score would count these too.
     """
-    if n_predictions:
+    if n_earlier:
         check_fingerprint(output, fingerprint)
-    _check_for_other_predictions(
-        output,
-        n_predictions=n_predictions,
-        n_answers=answer_counts["answers"],
-        n_resumed=n_resumed,
-    )
+    if n_earlier > n_resumed:
+        raise UserError(
+            f"limit: {str(output)!r} already has {n_earlier} predictions and this run "
+            f"asks for {answer_counts['answers']}; raise --limit or use another --output"
+        )
     with naming_write_errors("output", output):
         write_fingerprint(
-            output,
-            fingerprint,
-            has_predictions=n_predictions > 0,
-            answer_counts=answer_counts,
+            output, fingerprint, has_predictions=n_earlier > 0, answer_counts=answer_counts
         )
 
 
@@ -377,7 +376,7 @@ def _answer_on_other_rank(runner: _RankRunner, samples: Sequence[AnswerSample]) 
     )
 
 
-def _print_counts(n_problems: int, samples_per_problem: int, *, resumed: int, pending: int) -> None:
+def _print_counts(*, n_problems: int, samples_per_problem: int, resumed: int, pending: int) -> None:
     """Print on stderr how many answers a run has already, and how many it asks for.
 
     An example is `100 problems x 4 answers: 40 there already, 360 to do`.
@@ -387,26 +386,6 @@ def _print_counts(n_problems: int, samples_per_problem: int, *, resumed: int, pe
         size += f" x {samples_per_problem} answers"
     resumed_text = f"{resumed} there already, " if resumed else ""
     print(f"{size}: {resumed_text}{pending} to do", file=sys.stderr)
-
-
-def _check_for_other_predictions(
-    output: Path, *, n_predictions: int, n_answers: int, n_resumed: int
-) -> None:
-    """Raise `UserError` if a folder has predictions that this run does not ask for.
-
-    The score would count those too.
-
-    Args:
-        output: The folder.
-        n_predictions: The number of predictions in it.
-        n_answers: The number of answers that this run is for.
-        n_resumed: The number of predictions that are such answers.
-    """
-    if n_predictions > n_resumed:
-        raise UserError(
-            f"limit: {str(output)!r} already has {n_predictions} predictions and this run "
-            f"asks for {n_answers}; raise --limit or use another --output"
-        )
 
 
 @contextmanager

@@ -27,17 +27,19 @@ def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
 def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
     """Return lines that say why a score may be over a part of the problems; [] if it is not.
 
-    Some answers may be missing, only a part may have been asked (`--limit`), or it may be unknown
-    how many problems there are.
+    There are three reasons: answers are missing, the run asked for a part of the problems alone
+    (`--limit`), or nobody knows what the run asked for, since no fingerprint lies beside the
+    answers.
     """
     coverage = score.get("coverage") or {}
     if coverage and coverage.get("asked") is None:
-        unknown = "it is not known of how many problems these are; no run lies beside the answers"
-        return [f"note: {unknown}"]
+        return [
+            "note: it is not known of how many problems these are; no run lies beside the answers"
+        ]
     lines: list[str] = []
-    missing = describe_missing_answers(score)
-    if missing:
-        lines.append(f"warning: {missing}")
+    missing_answers = describe_missing_answers(score)
+    if missing_answers:
+        lines.append(f"warning: {missing_answers}")
     n_requested = coverage.get("asked") or 0
     n_in_data = coverage.get("in_data") or 0
     if n_requested < n_in_data:

@@ -75,10 +75,10 @@ def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | Non
     Returns None if all differences are equal, because Student's t needs a spread.
     """
     mean = fmean(differences)
-    half = t_half_width(differences)
-    if half < _ZERO_TOLERANCE:
+    half_width = t_half_width(differences)
+    if half_width < _ZERO_TOLERANCE:
         return None
-    return mean - half, mean + half
+    return mean - half_width, mean + half_width
 
 
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
@@ -88,17 +88,17 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     sequence has any spread, because Student's t needs one.
     """
     difference = fmean(second) - fmean(first)
-    # The squared standard error of each mean.
-    first_error = variance(first) / len(first)
-    second_error = variance(second) / len(second)
-    total_error = first_error + second_error
-    if sqrt(total_error) < _ZERO_TOLERANCE:
+    # The variance of each mean, which is its standard error squared.
+    first_variance = variance(first) / len(first)
+    second_variance = variance(second) / len(second)
+    total_variance = first_variance + second_variance
+    if sqrt(total_variance) < _ZERO_TOLERANCE:
         return None
     # The Welch-Satterthwaite equation.
-    denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
-    degrees_of_freedom = total_error**2 / denominator
-    half = t_quantile(degrees_of_freedom) * sqrt(total_error)
-    return difference - half, difference + half
+    denominator = first_variance**2 / (len(first) - 1) + second_variance**2 / (len(second) - 1)
+    degrees_of_freedom = total_variance**2 / denominator
+    half_width = t_quantile(degrees_of_freedom) * sqrt(total_variance)
+    return difference - half_width, difference + half_width
 
 
 def wilson_interval(correct: float, total: float) -> tuple[float, float]:
@@ -115,10 +115,10 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     share = correct / total
     spread = _NORMAL_QUANTILE_95**2 / total
     centre = (share + spread / 2) / (1 + spread)
-    half = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
+    half_width = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     # Exact at the ends, where rounding would leave 1e-17 or 1 + 1e-16.
-    low = 0.0 if correct == 0 else centre - half
-    high = 1.0 if correct == total else centre + half
+    low = 0.0 if correct == 0 else centre - half_width
+    high = 1.0 if correct == total else centre + half_width
     return low, high
 
 
@@ -285,9 +285,9 @@ def bonett_price_interval(only_first: int, only_second: int, total: int) -> tupl
     lost_share = (only_first + 1) / (total + 2)
     gained_share = (only_second + 1) / (total + 2)
     centre = gained_share - lost_share
-    error = sqrt((gained_share + lost_share - centre**2) / (total + 2))
-    half = _NORMAL_QUANTILE_95 * error
-    return max(-1.0, centre - half), min(1.0, centre + half)
+    standard_error = sqrt((gained_share + lost_share - centre**2) / (total + 2))
+    half_width = _NORMAL_QUANTILE_95 * standard_error
+    return max(-1.0, centre - half_width), min(1.0, centre + half_width)
 
 
 def difference_interval(
@@ -332,8 +332,9 @@ def ratio_interval(
         problem_ids: The problem of each pair.
     """
     pairs = list(zip(numerators, denominators, strict=True))
-    is_share = {*numerators, *denominators} <= {0.0, 1.0} and all(a <= b for a, b in pairs)
-    if is_share:
+    are_single_answers = {*numerators, *denominators} <= {0.0, 1.0}
+    is_share = all(numerator <= denominator for numerator, denominator in pairs)
+    if are_single_answers and is_share:
         successes: list[bool] = []
         counted_ids: list[str] = []
         for (numerator, denominator), problem_id in zip(pairs, problem_ids, strict=True):

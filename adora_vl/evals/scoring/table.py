@@ -16,7 +16,7 @@ from adora_vl.evals.scoring.coverage import partial_score_notes
 from adora_vl.evals.scoring.score import find_benchmark_metrics
 from adora_vl.utils.cli import pluralize
 
-_MOST_GROUPS = 16  # of one kind in the table; the score file has all
+_MAX_GROUPS_IN_TABLE = 16  # of one kind; the score file has all
 
 
 def format_score(scored: ScoredBenchmark) -> str:
@@ -34,10 +34,11 @@ def format_score(scored: ScoredBenchmark) -> str:
     for kind, metric_by_group in score["groups"].items():
         if _repeats_overall(metric_by_group, overall):
             continue
-        first_groups = dict(list(metric_by_group.items())[:_MOST_GROUPS])
+        first_groups = dict(list(metric_by_group.items())[:_MAX_GROUPS_IN_TABLE])
         rows += _table_rows(kind, first_groups)
-        if len(metric_by_group) > _MOST_GROUPS:
-            shortened_kinds.append(f"{kind} ({len(metric_by_group) - _MOST_GROUPS} more)")
+        n_left_out = len(metric_by_group) - len(first_groups)
+        if n_left_out:
+            shortened_kinds.append(f"{kind} ({n_left_out} more)")
     for key, metrics in find_benchmark_metrics(score).items():
         rows += _table_rows(key, metrics)
     lines = [describe_scored_run(score, summary), "", *align_columns(rows)]

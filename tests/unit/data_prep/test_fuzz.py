@@ -17,8 +17,8 @@ import yaml
 from adora_vl.data.dataset import stored_rows
 from adora_vl.utils.cli import Parser
 from adora_vl.utils.errors import UserError
-from data_prep.cli import main as data_prep
 from data_prep.cli import build_parser as data_prep_parser
+from data_prep.cli import main as data_prep
 from eval import compare
 from eval.command import build_parser, parse_command
 from eval.command import main as evaluate
