@@ -80,7 +80,7 @@ def rows_of_solvable_forms(
     for number, form in tqdm(numbered_forms, desc="solve", unit="form", disable=None):
         question = _question_of_form(number, form) if questions is None else questions[number]
         # By the facts alone: not by what the picture suggests, and with no fact left out.
-        solution = solve_form(form, looks=False, repair=False)
+        solution = solve_form(form, try_looks=False, try_repair=False)
         if solution.status != "answered":
             left_out_counts[f"are {solution.status}"] += 1
             continue

@@ -276,11 +276,11 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     # is positive on the inner side if the outline runs anticlockwise; `orientation` turns the sign
     # of a clockwise one.
     orientation = 1 if measures.drawing.signed_area(outline) > 0 else -1
+    min_distance = _MIN_RADIUS_SHARE_INSIDE * radius
     for i in range(len(outline)):
         start = places[outline[i - 1]]
-        way = places[outline[i]] - start
-        if orientation * cross(
-            way, places[circle.centre] - start
-        ) < _MIN_RADIUS_SHARE_INSIDE * radius * abs(way):
+        side = places[outline[i]] - start
+        product = orientation * cross(side, places[circle.centre] - start)
+        if product < min_distance * abs(side):
             return False
     return True

@@ -32,6 +32,7 @@ class Atoms:
 
     `row_by_atom` has the number of each atom, which is its row in the arrays. Atoms of a kind stand
     together, in the order distances, angles, distances from lines and areas, named unknowns.
+    `_turn_signs` has the `turn` of each angle, 0 where the picture does not show it.
 
     Args:
         atoms: The atoms, each once.
@@ -81,11 +82,12 @@ class Atoms:
         first_angle = len(self.distances)
         first_line_distance = first_angle + len(self.angles)
         if self.distances:
-            rows = None if gradient is None else gradient[:first_angle]
-            values[:first_angle] = self._distance_values(places, rows)
+            derivatives = None if gradient is None else gradient[:first_angle]
+            values[:first_angle] = self._distance_values(places, derivatives)
         if self.angles:
-            rows = None if gradient is None else gradient[first_angle:first_line_distance]
-            values[first_angle:first_line_distance] = self._angle_values(places, rows)
+            angle_rows = slice(first_angle, first_line_distance)
+            derivatives = None if gradient is None else gradient[angle_rows]
+            values[angle_rows] = self._angle_values(places, derivatives)
         for number, atom in enumerate(self.line_distances_and_areas, start=first_line_distance):
             if isinstance(atom, Area):
                 value, slope = self._area(atom, places)
@@ -107,28 +109,28 @@ class Atoms:
 
         `state` has the values of all unknowns of the figure.
         """
-        angles = self._angle_values(self.layout.places(state), rows=None)
+        angles = self._angle_values(self.layout.places(state), derivatives=None)
         # Angles whose side the picture does not show are never negative.
         is_mirrored = (angles < -1e-6) & (self._turn_signs != 0)
         return int(is_mirrored.sum())
 
-    def _distance_values(self, places: Vector, rows: Vector | None) -> Vector:
-        """Return all distances, and add their derivatives to `rows` unless it is None.
+    def _distance_values(self, places: Vector, derivatives: Vector | None) -> Vector:
+        """Return all distances, and add their derivatives to `derivatives` unless it is None.
 
-        `places` are the coordinates of all points, shape (points, 2). `rows` has one row for each
-        distance, shape (distances, unknowns), and is changed in place.
+        `places` are the coordinates of all points, shape (points, 2). `derivatives` has one row for
+        each distance, shape (distances, unknowns), and is changed in place.
         """
         difference = places[self._distance_ends] - places[self._distance_starts]
         length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY_SQUARE)
-        if rows is not None:
+        if derivatives is not None:
             slope_end = self.figure_size * difference / length[:, None]
-            add_point_slopes(rows, self._distance_ends, slope_end)
-            add_point_slopes(rows, self._distance_starts, -slope_end)
+            add_point_slopes(derivatives, self._distance_ends, slope_end)
+            add_point_slopes(derivatives, self._distance_starts, -slope_end)
         distances: Vector = self.figure_size * length
         return distances
 
-    def _angle_values(self, places: Vector, rows: Vector | None) -> Vector:
-        """Return all angles in degrees, and add their derivatives to `rows` unless it is None.
+    def _angle_values(self, places: Vector, derivatives: Vector | None) -> Vector:
+        """Return all angles in degrees, and add their derivatives to `derivatives`, if it is given.
 
         With u and w from the corner to the first and last point, an angle is atan2(±u × w, u · w).
         The sign is that of the turn in the picture. So an angle whose side the picture shows is
@@ -143,11 +145,11 @@ class Atoms:
         # Where the picture does not show the side, the angle counts as positive on either side.
         seen_sign = np.where(cross < 0, -1.0, 1.0)
         sign = np.where(self._turn_signs == 0, seen_sign, self._turn_signs)
-        if rows is not None:
+        if derivatives is not None:
             slope_u, slope_w = angle_slopes(u, w, np.degrees(sign))
-            add_point_slopes(rows, self._angle_firsts, slope_u)
-            add_point_slopes(rows, self._angle_lasts, slope_w)
-            add_point_slopes(rows, self._angle_corners, -slope_u - slope_w)
+            add_point_slopes(derivatives, self._angle_firsts, slope_u)
+            add_point_slopes(derivatives, self._angle_lasts, slope_w)
+            add_point_slopes(derivatives, self._angle_corners, -slope_u - slope_w)
         angle = np.degrees(np.arctan2(sign * cross, dot))
         return np.where(self._is_sweep, angle % 360.0, angle)
 

@@ -54,7 +54,7 @@ class AngleChase:
         self.places = reading.drawing.places
         self.goal = reading.goal
         self.equations: list[_DirectionSum] = []
-        self._points_by_row = [set(row) for row in reading.drawing.drawn_lines]
+        self._points_of_lines = [set(line) for line in reading.drawing.drawn_lines]
         self._line_by_points = _line_name_by_points(reading.drawing.drawn_lines)
         self._direction_by_line: dict[str, complex] = {}
         equal_lengths: dict[Quantity, list[Distance]] = {}
@@ -120,24 +120,24 @@ class AngleChase:
         """
         if start not in self.places or end not in self.places:
             raise NotLinearError
-        way = self.places[end] - self.places[start]
-        if abs(way) < _MIN_LENGTH:
+        vector = self.places[end] - self.places[start]
+        if abs(vector) < _MIN_LENGTH:
             raise NotLinearError
         # Two points that no drawn line joins have a line of their own.
         points = frozenset((start, end))
         line = self._line_by_points.setdefault(points, " ".join(sorted(points)))
         # The first vector that is seen along a line is its direction. The opposite one is half a
         # turn from it.
-        direction_of_line = self._direction_by_line.setdefault(line, way)
-        is_along = dot(direction_of_line, way) >= 0
+        direction_of_line = self._direction_by_line.setdefault(line, vector)
+        is_along = dot(direction_of_line, vector) >= 0
         constant = 0.0 if is_along else 180.0
         return LinearSum(constant=constant, factors={f"line {line}": 1.0})
 
     def _value_in_picture(self, directions: _DirectionSum) -> float:
         """Return how many degrees a sum of directions comes to in the picture."""
         return directions.constant + sum(
-            share * math.degrees(phase(self._direction_by_line[name.removeprefix("line ")]))
-            for name, share in directions.factors.items()
+            factor * math.degrees(phase(self._direction_by_line[name.removeprefix("line ")]))
+            for name, factor in directions.factors.items()
         )
 
     def _turn_between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
@@ -221,7 +221,7 @@ class AngleChase:
         base_corners = [name for name in ends if name != apex]
         if len(base_corners) != 2:
             return
-        if any({apex, *base_corners} <= points for points in self._points_by_row):
+        if any({apex, *base_corners} <= points for points in self._points_of_lines):
             return
         b, c = base_corners
         with suppress(NotLinearError):
@@ -230,27 +230,27 @@ class AngleChase:
             self.equations.append(angle_at_b.plus(angle_at_c, -1.0))
 
 
-def _line_name_by_points(rows: list[list[str]]) -> dict[frozenset[str], str]:
+def _line_name_by_points(lines: list[list[str]]) -> dict[frozenset[str], str]:
     """Return the name of the line for each pair of points on it.
 
-    `rows` has the points of each drawn line. Rows with two common points are one line with one
-    name. For example, the rows ABC, BCD and AE give the name `BCD` to each pair out of ABC and out
+    `lines` has the points of each drawn line. Two drawn lines with two common points are one line
+    with one name. For example, ABC, BCD and AE give the name `BCD` to each pair out of ABC and out
     of BCD, and the name `AE` to the pair AE.
     """
-    lines: dict[frozenset[str], str] = {}
-    renamed: dict[str, str] = {}
+    name_by_points: dict[frozenset[str], str] = {}
+    new_name_by_old: dict[str, str] = {}
 
-    def final(name: str) -> str:
+    def final_name(name: str) -> str:
         """Return the name that a line has after all renamings."""
-        while name in renamed:
-            name = renamed[name]
+        while name in new_name_by_old:
+            name = new_name_by_old[name]
         return name
 
-    for row in rows:
-        name = "".join(row)
-        for pair in map(frozenset, combinations(row, 2)):
-            earlier_line = final(lines.get(pair, name))
-            if earlier_line != final(name):
-                renamed[earlier_line] = final(name)
-            lines[pair] = name
-    return {pair: final(name) for pair, name in lines.items()}
+    for line in lines:
+        name = "".join(line)
+        for pair in map(frozenset, combinations(line, 2)):
+            earlier_name = final_name(name_by_points.get(pair, name))
+            if earlier_name != final_name(name):
+                new_name_by_old[earlier_name] = final_name(name)
+            name_by_points[pair] = name
+    return {pair: final_name(name) for pair, name in name_by_points.items()}

@@ -59,7 +59,7 @@ class CheckedFigure:
         fact_signatures: The signatures of all facts.
         given_relations: The facts that give values or expressions.
         plain_equations: The facts that give values or join two names.
-        measured_names: The signatures of what the facts give a number.
+        measured_signatures: The signatures of what the facts give a number.
         goal_signatures: The signatures of what is asked for.
     """
 
@@ -94,8 +94,8 @@ class CheckedFigure:
             for relation in self.reading.relations
             if isinstance(relation, Equal) and (gives_value(relation) or joins_names(relation))
         ]
-        self.measured_names = self._measured_names()
-        self.goal_signatures = self._goal_names()
+        self.measured_signatures = self._measured_signatures()
+        self.goal_signatures = self._goal_signatures()
 
     def _free_movements(self, jacobian: Vector) -> Vector:
         """Return the movements of the unknowns that all facts allow; shape (movements, unknowns).
@@ -109,21 +109,21 @@ class CheckedFigure:
         rank = int((sizes > _RANK_TOLERANCE * max(float(sizes[0]), 1e-9)).sum())
         return np.asarray(directions[rank:])
 
-    def _goal_names(self) -> set[str]:
+    def _goal_signatures(self) -> set[str]:
         """Return the signatures of what is asked for, also under other names that facts give it."""
         goal = self.reading.goal
         if goal is None:
             return set()
-        names = {signature(goal)}
+        signatures = {signature(goal)}
         for relation in self.reading.relations:
             if isinstance(relation, Equal) and not gives_value(relation):
                 sides = {signature(relation.left), signature(relation.right)}
-                if names & sides:
-                    names |= sides
-        return names
+                if signatures & sides:
+                    signatures |= sides
+        return signatures
 
-    def _measured_names(self) -> set[str]:
-        """Return the signatures of the names whose numbers the facts give."""
+    def _measured_signatures(self) -> set[str]:
+        """Return the signatures of what the facts give a number: that of AB for `AB = 5`."""
         sides = [
             side
             for relation in self.given_relations
@@ -133,7 +133,7 @@ class CheckedFigure:
         return {signature(side) for side in sides if number_of_quantity(side) is None}
 
     @cached_property
-    def room(self) -> int:
+    def max_new_claims(self) -> int:
         """How many new claims there can be: the unknowns that the given values do not settle.
 
         Where three given values settle a triangle, all that can be said of it is arithmetic on
@@ -179,9 +179,10 @@ class CheckedFigure:
                 continue
             if signature(side) in self.goal_signatures:
                 return True
-            names = {signature(atom) for atom in atoms_of(side) if constant_of(atom) is None}
-            has_goal = bool(names & self.goal_signatures)
+            signatures = {signature(atom) for atom in atoms_of(side) if constant_of(atom) is None}
+            has_goal = bool(signatures & self.goal_signatures)
             is_plain = isinstance(partner, Constant)
-            if is_plain and has_goal and names <= self.goal_signatures | self.measured_names:
+            known_signatures = self.goal_signatures | self.measured_signatures
+            if is_plain and has_goal and signatures <= known_signatures:
                 return True
         return False

@@ -25,6 +25,7 @@ _MAX_RESIDUAL_RATIO = 1.3
 _ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may differ
 _DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
 _ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
+_ANSWER_TOLERANCE_WITHOUT_PICTURE = 1e-4  # the same where no picture chooses
 _DISTANCE_PER_FAULT = 0.1  # one fault counts like this distance from the picture
 # A figure is no rival of the best one if it is this many times as unlike the picture.
 _CLEARLY_NEARER_RATIO = 1.5
@@ -131,13 +132,13 @@ def _unlikeness(solution: Solution) -> tuple[float, int]:
     return round(unlikeness, 6), solution.start
 
 
-def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
+def _is_rival(solution: Solution, best: Solution, tolerance: float) -> bool:
     """Tell whether a figure has another answer, and is about as much like the picture as the best.
 
-    `share` is the relative difference of answers that counts as rounding. A figure whose goal may
-    still move is no rival. Neither is a negative answer beside a positive one, which is meant.
+    `tolerance` is the relative difference of answers that counts as rounding. A figure whose goal
+    may still move is no rival. Neither is a negative answer beside a positive one, which is meant.
     """
-    if answers_agree(solution.value, best.value, share) or is_goal_free(solution):
+    if answers_agree(solution.value, best.value, tolerance) or is_goal_free(solution):
         return False
     if best.value > 0 > solution.value:
         return False
@@ -146,13 +147,13 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return unlikeness < _CLEARLY_NEARER_RATIO * least_unlikeness + _NEGLIGIBLE_DISTANCE
 
 
-def _rival_values(candidates: Sequence[Solution], best: Solution, share: float) -> list[float]:
-    """Return the answers that differ from the best one by more than `share`, sorted, each once."""
+def _rival_values(candidates: Sequence[Solution], best: Solution, tolerance: float) -> list[float]:
+    """Return the answers that differ from the best one by more than a share, sorted, each once."""
     return sorted(
         {
             round(solution.value, 6)
             for solution in candidates
-            if not answers_agree(solution.value, best.value, share)
+            if not answers_agree(solution.value, best.value, tolerance)
         }
     )
 
@@ -168,12 +169,12 @@ def _choose_without_picture(
     best = min(
         candidates, key=lambda solution: (solution.faults, solution.residual, solution.start)
     )
-    rival_values = _rival_values(candidates, best, 1e-4)
+    rival_values = _rival_values(candidates, best, _ANSWER_TOLERANCE_WITHOUT_PICTURE)
     with_fixed_goal = [solution for solution in candidates if not is_goal_free(solution)]
     if not rival_values and len(with_fixed_goal) == len(candidates):
         neighbours = problem.neighbours(best, budget)
         rivals = [solution for solution in neighbours if solution.faults <= best.faults]
-        rival_values = _rival_values(rivals, best, 1e-4)
+        rival_values = _rival_values(rivals, best, _ANSWER_TOLERANCE_WITHOUT_PICTURE)
     if len(with_fixed_goal) < len(candidates):
         if not rival_values and problem.goal_stays_when_pushed(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, at_double_root=True)

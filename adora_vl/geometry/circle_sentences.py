@@ -102,10 +102,10 @@ def two_tangents(
     `first` and `second` are the lines, and they touch it at `a` and `b`. The circle is named before
     these points (`centre`), behind them (`behind`), or not at all.
     """
-    for line, point in ((first, a), (second, b)):
+    circle = centre or behind
+    for line, second_line, point in ((first, second, a), (second, first, b)):
         start, end = split_point_names(line)
-        circle = centre or behind
-        touching = point or free_end(draft, line, first if line == second else second, circle)
+        touching = point or free_end(draft, line=line, second_line=second_line, centre=circle)
         tangent(draft, start=start, end=end, centre=circle, at=touching)
 
 
@@ -117,11 +117,11 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
     """
     name = draft.name_circle(centre).names[0]
     on_circle = [point for point in split_point_names(line) if point in draft.circles[name]]
-    free = [
-        point for point in split_point_names(line) if point not in split_point_names(second_line)
-    ]
-    candidates = on_circle or (free if len(free) == 1 else [])
-    return candidates[0] if candidates else None
+    if on_circle:
+        return on_circle[0]
+    second_ends = split_point_names(second_line)
+    free_ends = [point for point in split_point_names(line) if point not in second_ends]
+    return free_ends[0] if len(free_ends) == 1 else None
 
 
 def secant(draft: Draft, names: str, centre: str | None) -> None:
@@ -234,10 +234,8 @@ def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> 
 
     `kind` is "inscribed" or "central". The other two points of a central angle lie on the circle.
     """
+    if kind == "inscribed":
+        on_circle(draft, names, centre)
+        return
     corners = split_point_names(names)
-    if kind == "central":
-        draft.name_circle(corners[1])
-        corners = [corners[0], corners[2]]
-    on_circle(
-        draft, "".join(corners), centre if kind == "inscribed" else split_point_names(names)[1]
-    )
+    on_circle(draft, f"{corners[0]}{corners[2]}", centre=corners[1])

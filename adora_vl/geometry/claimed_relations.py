@@ -64,6 +64,8 @@ _POSITION_TEXT = (
     "angle sides same-side consecutive arcs"
 )
 _POSITION_WORDS = frozenset(_POSITION_TEXT.split())
+_FACT_BY_SIGN_OF_LINES = {"∥": "Parallel", "⊥": "Perpendicular"}
+_FACT_BY_SIGN_OF_SHAPES = {"~": "Similar", "≅": "Congruent"}
 _QUADRILATERALS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
 
 
@@ -203,11 +205,10 @@ class RelationReader:
         """Read what is said of the subjects, from the verb or the sign behind them on."""
         kind = subjects[0].head
         text = self.sides.token_at(start).text
-        if text in ("∥", "⊥") and kind == "Line":
-            return self._read_pair(subjects, start + 1, self._fact_of_sign(text))
-        if text in ("~", "≅") and kind in ("Triangle", "Polygon"):
-            fact = "Similar" if text == "~" else "Congruent"
-            return self._read_pair(subjects, start + 1, fact)
+        if text in _FACT_BY_SIGN_OF_LINES and kind == "Line":
+            return self._read_pair(subjects, start + 1, _FACT_BY_SIGN_OF_LINES[text])
+        if text in _FACT_BY_SIGN_OF_SHAPES and kind in ("Triangle", "Polygon"):
+            return self._read_pair(subjects, start + 1, _FACT_BY_SIGN_OF_SHAPES[text])
         if self.sides.word_at(start) in ("bisects", "bisect"):
             return self._read_bisected(subjects[0], start + 1)
         # Where lines meet is no claim that could be judged.
@@ -235,10 +236,6 @@ class RelationReader:
         if after_joint == after_comma or self.sides.word_at(after_joint) not in ("are", "is"):
             return start
         return self.sides.skip_words(after_joint + 1, _ADVERBS)
-
-    def _fact_of_sign(self, sign: str) -> str:
-        """Return the kind of fact that a sign between two lines says."""
-        return "Parallel" if sign == "∥" else "Perpendicular"
 
     def _read_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
         """Read what stands behind "is" or "are", such as "similar" or "the midpoint of AB"."""

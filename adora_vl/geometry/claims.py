@@ -97,6 +97,8 @@ _FACTOR_BY_COMPARATIVE = {
     **{"more": 1.0, "longer": 1.0, "greater": 1.0, "larger": 1.0, "bigger": 1.0, "higher": 1.0},
     **{"less": -1.0, "shorter": -1.0, "smaller": -1.0, "lower": -1.0},
 }
+# A number with one of these words behind it is no value: the 3 of "the ratio is 3 to 4".
+_WORDS_BETWEEN_NUMBERS = {"to", "out", "of", "by"}
 _POSITION_WORDS = {
     "opposite",
     "adjacent",
@@ -192,7 +194,7 @@ class _ClaimReader:
     def _claims_from(self, position: int) -> tuple[list[Claim], int]:
         """Return the claims that begin at a position, and the position behind them.
 
-        Where no claim begins the result is `[]` with the same position.
+        Where no claim begins, the result is `[]` with the same position.
         """
         row = self._read_table_row(position)
         if row is not None:
@@ -349,18 +351,17 @@ class _ClaimReader:
             AB = k + 1 = 7     says   AB = 7
         """
         claims: list[Claim] = []
-        first_named: _ChainLink | None = (
-            None  # the first side with a name, which the chain is about
-        )
-        previous: _ChainLink | None = None  # the side that the next one is compared with
+        # The first side with a name, which the chain is about.
+        first_named: _ChainLink | None = None
+        # The side that the next one is compared with.
+        previous: _ChainLink | None = None
         end = position
         for link in self._read_links(position):
             if link is None:
                 previous = first_named
                 continue
             partner = previous
-            # In "AB = 3 + 4 = 7" the 7 says what AB is; that 3 + 4 is 7
-            # is mere arithmetic.
+            # In "AB = 3 + 4 = 7" the 7 says what AB is; that 3 + 4 is 7 is mere arithmetic.
             if link.side.is_number and previous is not None and previous.side.is_number:
                 partner = first_named
             if partner is not None:
@@ -425,7 +426,7 @@ class _ClaimReader:
         if self.sides.word_at(relation_position) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
         # "The ratio is 3 to 4".
-        if is_worded and word and side.is_number and self._is_noun_of_several(word):
+        if is_worded and side.is_number and word in _WORDS_BETWEEN_NUMBERS:
             raise NoSideError(f"{word} stands behind it")
         if self.sides.token_at(end).text in ("±", "∥", "⊥", "<"):
             raise NoSideError("it goes on")
@@ -445,10 +446,6 @@ class _ClaimReader:
         decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
         quantity = plus(side.quantity, change)
         return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), end
-
-    def _is_noun_of_several(self, word: str) -> bool:
-        """Tell whether a number before this word is no value: the 3 of "the ratio is 3 to 4"."""
-        return word in ("to", "out", "of", "by")
 
     def _skip_equality(self, position: int) -> int | None:
         """Return the position behind `=`, "is" or "measures"; None where none of them is here."""
@@ -509,7 +506,7 @@ class _ClaimReader:
             link.end,
             _kind_of_equation(partner.side, link.side),
             alternatives=((equation(partner.side.quantity, link.side.quantity),),),
-            decimals=max(decimals) if decimals else None,
+            decimals=max(decimals, default=None),
         )
 
     # Letters that mean something else, and what was not read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,10 @@ from adora_vl.geometry.solve import FigureProblem, answers_agree, is_collapsed
 _MAX_FACTS_TRIED = 14  # facts of one kind that are left out one by one
 # How many searches begin for a form without a fact. They are few, since many such forms are tried.
 _STARTS_WITHOUT_FACT = 4
-# How many begin for the named facts alone. A figure must not be missed, and few facts are cheap.
-_STARTS_ALONE = 24
-_EVALUATIONS_ALONE = 4000
+# How many begin where the named facts alone have to hold, so that the search misses no figure.
+# Few facts are cheap.
+_STARTS_WITH_NAMED_FACTS = 24
+_EVALUATIONS_WITH_NAMED_FACTS = 4000
 _MAX_FACTS_NAMED = 6  # facts that a person still reads
 # A fact counts as missed if its residual is more than this share of the largest one.
 _MIN_RESIDUAL_SHARE = 1e-3
@@ -149,13 +150,13 @@ def _exclude_each_other(form: LogicForm, reading: Reading, named_facts: Sequence
         if number not in named_facts
         and not (term.head.startswith("PointLiesOn") and points_in_term(term) <= points)
     ]
-    named_reading = read_facts(form, without=left_out)
+    named_reading = read_facts(form, left_out=left_out)
     named_reading.goal = Constant(0.0)  # any goal will do, since only a figure is looked for
     problem = FigureProblem(named_reading)
-    budget = Budget(_EVALUATIONS_ALONE)
+    budget = Budget(_EVALUATIONS_WITH_NAMED_FACTS)
     return not any(
         not is_collapsed(solution) and not problem.kind.disordered_lines(solution.state)
-        for solution in problem.solutions(budget, starts=_STARTS_ALONE)
+        for solution in problem.solutions(budget, starts=_STARTS_WITH_NAMED_FACTS)
     )
 
 
@@ -191,22 +192,21 @@ def _unit_of_goal(reading: Reading) -> str:
     return reading.unit
 
 
-def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget) -> Repair | None:
+def _try_without_facts(form: LogicForm, left_out: tuple[int, ...], budget: Budget) -> Repair | None:
     """Search for a figure without some facts; return None where no figure without a fault fits.
 
     `left_out` has the numbers of these facts.
     """
-    numbers = tuple(left_out)
     if budget.remaining <= 0:
         return None
-    reading = read_facts(form, without=numbers)
+    reading = read_facts(form, left_out=left_out)
     if reading.goal is None:
         return None
     problem = FigureProblem(reading)
     outcome = choose_outcome(problem, budget, starts=_STARTS_WITHOUT_FACT)
     if outcome.solution is None or outcome.solution.faults:
         return None
-    return Repair(left_out=numbers, outcome=outcome, problem=problem)
+    return Repair(left_out=left_out, outcome=outcome, problem=problem)
 
 
 def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> list[int]:

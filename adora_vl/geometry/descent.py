@@ -41,18 +41,18 @@ class Budget:
 class _Objective:
     """What a search makes small: the residuals of a system, and how far the unknowns have moved.
 
-    The unknowns before `first` do not move. The squared distances of the others from `begin` are
-    multiplied by `weights` and added to the squared residuals.
+    The unknowns before number `first_moving` do not move. The squared distances of the others from
+    `begin` are multiplied by `weights` and added to the squared residuals.
     """
 
     system: System
     begin: Vector
-    first: int
+    first_moving: int
     weights: Vector
 
     def displacement(self, state: Vector) -> Vector:
         """Return how far the unknowns of the search are from where they began."""
-        return (state - self.begin)[self.first :]
+        return (state - self.begin)[self.first_moving :]
 
     def sum_of_squares(self, state: Vector, residuals: Vector) -> float:
         """Return the sum of squares that the search makes small, for the residuals at `state`."""
@@ -90,7 +90,7 @@ def descend(
     state: Vector,
     budget: Budget,
     steps: int,
-    first: int = 0,
+    first_moving: int = 0,
     pull: float = 0.0,
 ) -> Descent:
     """Search downhill from `state` for unknowns with small residuals.
@@ -100,13 +100,15 @@ def descend(
         state: The values of all unknowns to begin with.
         budget: How many evaluations of the equations are left; each step takes one.
         steps: How many steps the search may take.
-        first: The unknowns before this one stay as they are.
+        first_moving: The unknowns before this number stay as they are.
         pull: The weight of the squared distances of the points from where they began, beside the
             squared residuals. It holds the points near their beginning.
     """
     weights = np.zeros(system.count)
     weights[: system.first_unknown] = pull
-    objective = _Objective(system=system, begin=state, first=first, weights=weights[first:])
+    objective = _Objective(
+        system=system, begin=state, first_moving=first_moving, weights=weights[first_moving:]
+    )
     residuals, jacobian = system.residuals(state)
     position = _Position(state=state, residuals=residuals, jacobian=jacobian, damping=1e-3)
     for step in range(steps):
@@ -143,9 +145,9 @@ def _step_downhill(objective: _Objective, position: _Position) -> _Position | No
     beginning. More damping makes the step shorter and turns it towards the steepest way down.
     Returns None where the slope is 0, or where no trial leads downhill.
     """
-    first = objective.first
+    first_moving = objective.first_moving
     weights = objective.weights
-    slopes = np.nan_to_num(position.jacobian[:, first:])
+    slopes = np.nan_to_num(position.jacobian[:, first_moving:])
     normal = slopes.T @ slopes + np.diag(weights)
     downhill = slopes.T @ position.residuals + weights * objective.displacement(position.state)
     before = objective.sum_of_squares(position.state, position.residuals)
@@ -161,7 +163,7 @@ def _step_downhill(objective: _Objective, position: _Position) -> _Position | No
             damping *= _DAMPING_FACTOR_AFTER_FAILURE
             continue
         trial = position.state.copy()
-        trial[first:] -= change
+        trial[first_moving:] -= change
         residuals, jacobian = objective.system.residuals(trial)
         after = objective.sum_of_squares(trial, residuals)
         if math.isfinite(after) and after < before:

@@ -7,6 +7,7 @@ from cmath import phase
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 from adora_vl.geometry.drawn_points import DrawnPoints
 from adora_vl.geometry.logic_form import Term
@@ -22,8 +23,19 @@ _DEGREES_PER_POINT = 0.3
 _MAX_RADIANS_OF_ONE_RAY = 0.06
 
 
+class _Ray(NamedTuple):
+    """A drawn ray from a corner: its direction in degrees, and a point on it."""
+
+    degrees: float
+    point: str
+
+
 class DrawnLines(DrawnPoints):
-    """The picture of a logic form: its straight lines with their points, and their angles."""
+    """The picture of a logic form: its straight lines with their points, and their angles.
+
+    `places` has where each point is drawn, as a complex number with y upwards. `neighbours` has for
+    each point the points that a drawn line joins it with.
+    """
 
     @cached_property
     def drawn_lines(self) -> list[list[str]]:
@@ -74,7 +86,7 @@ class DrawnLines(DrawnPoints):
     def are_on_one_line(self, names: Iterable[str]) -> bool:
         """Tell whether one line of the drawing has all of these points."""
         required = set(names)
-        return any(required <= set(row) for row in self.all_lines)
+        return any(required <= set(line) for line in self.all_lines)
 
     def ends_of_line(self, term: Term) -> tuple[str, str]:
         """Return two points of the line that a term names.
@@ -94,7 +106,7 @@ class DrawnLines(DrawnPoints):
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def most_parallel_lines(self, count: int) -> list[tuple[str, str]]:
-        """Return as many drawn lines as asked for that look most parallel, each by its two ends.
+        """Return the `count` drawn lines that look most parallel, each by its two ends.
 
         They stand for lines whose names the picture does not have. The lines are taken that have
         the least rank: how many degrees two of them are askew at most, less 0.3 for each point on
@@ -119,10 +131,10 @@ class DrawnLines(DrawnPoints):
             raise UnreadError("no lines of the picture look parallel")
         return [(line[0], line[-1]) for line in best_lines]
 
-    def _have_transversal(self, rows: Collection[list[str]]) -> bool:
-        """Tell whether a further drawn line crosses all of these lines in a point."""
-        other_rows = [row for row in self.drawn_lines if row not in rows]
-        return any(all(set(row) & set(line) for row in rows) for line in other_rows)
+    def _have_transversal(self, lines: Collection[list[str]]) -> bool:
+        """Tell whether a further drawn line has a common point with each of these lines."""
+        other_lines = [line for line in self.drawn_lines if line not in lines]
+        return any(all(set(other_line) & set(line) for line in lines) for other_line in other_lines)
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
         """Return how many degrees two lines are from parallel in the picture, from 0 to 90."""
@@ -152,12 +164,12 @@ class DrawnLines(DrawnPoints):
         It is the only angle there, else the one of a shape that facts name, else the widest one.
         Raises `UnreadError` where the picture shows none of these.
         """
-        near = self._joined_points(corner)
-        if len(near) == 2:
-            return near[0], corner, near[1]
-        rays = self._rays(corner, near)
+        joined_points = self._joined_points(corner)
+        if len(joined_points) == 2:
+            return joined_points[0], corner, joined_points[1]
+        rays = self._rays(corner, joined_points)
         if len(rays) == 2:
-            return rays[0][1], corner, rays[1][1]
+            return rays[0].point, corner, rays[1].point
         triangle = self.corners_by_shape.get("Triangle")
         if triangle is None or corner not in triangle:
             triangle = next(
@@ -168,52 +180,55 @@ class DrawnLines(DrawnPoints):
             return triangle[position - 1], corner, triangle[(position + 1) % len(triangle)]
         # The widest angle under 180 degrees, which has all other rays inside. For rays at 10, 50
         # and 100 degrees it goes from 10 to 100. In general it goes from a ray against the clock to
-        # the one that comes before it, round the circle, in the sorted rays. The bound is 179, so
-        # that a straight line is no angle.
+        # the ray before it in the sorted list; before the first ray comes the last one. The bound
+        # is 179, so that a straight line is no angle.
         rays.sort()
-        for position, (direction, name) in enumerate(rays):
-            before, last = rays[position - 1]
-            if (before - direction) % 360 < 179 and len(rays) > 1:
-                return name, corner, last
+        for position, first_ray in enumerate(rays):
+            last_ray = rays[position - 1]
+            width = (last_ray.degrees - first_ray.degrees) % 360
+            if width < 179 and len(rays) > 1:
+                return first_ray.point, corner, last_ray.point
         raise UnreadError(f"the form does not say which angle at {corner} is meant")
 
     def _joined_points(self, corner: str) -> list[str]:
         """Return the points that a drawn line joins with a corner, each once."""
-        near = sorted(self.neighbours.get(corner, ()))
-        for row in self.all_lines:
-            if corner in row:
-                near += [name for name in row if name != corner]
-        return list(dict.fromkeys(near))
+        points = sorted(self.neighbours.get(corner, ()))
+        for line in self.all_lines:
+            if corner in line:
+                points += [name for name in line if name != corner]
+        return list(dict.fromkeys(points))
 
-    def _rays(self, corner: str, near: Iterable[str]) -> list[tuple[float, str]]:
-        """Return the directions of the drawn rays from a corner in degrees, with a point on each.
+    def _rays(self, corner: str, points: Iterable[str]) -> list[_Ray]:
+        """Return the drawn rays from a corner, each with the first of `points` that lies on it.
 
-        `near` are the points that may lie on them. Points in nearly the same direction are on one
-        ray, unless they lie on two lines that the drawing tells apart.
+        Points in nearly the same direction are on one ray, unless they lie on two lines that the
+        drawing tells apart.
         """
-        rays: list[tuple[float, str]] = []
+        rays: list[_Ray] = []
         if corner not in self.places:
             return rays
-        for name in near:
+        for name in points:
             if name not in self.places:
                 continue
-            direction = math.degrees(phase(self.places[name] - self.places[corner]))
+            degrees = math.degrees(phase(self.places[name] - self.places[corner]))
             # The difference is brought to between -180 and 180: 179 and -179 degrees are 2 apart.
             same_rays = [
-                ray_name
-                for ray_direction, ray_name in rays
-                if abs((direction - ray_direction + 180) % 360 - 180) < _MAX_DEGREES_OF_ONE_RAY
-                and not self._are_on_two_lines(corner, (name, ray_name))
+                ray
+                for ray in rays
+                if abs((degrees - ray.degrees + 180) % 360 - 180) < _MAX_DEGREES_OF_ONE_RAY
+                and not self._are_on_two_lines(corner, name, ray.point)
             ]
             if not same_rays:
-                rays.append((direction, name))
+                rays.append(_Ray(degrees=degrees, point=name))
         return rays
 
-    def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
+    def _are_on_two_lines(self, corner: str, first: str, second: str) -> bool:
         """Tell whether two points beside a corner lie on different lines with further points."""
-        long_rows = [row for row in self.drawn_lines if corner in row and len(row) > 2]
-        lines = [[row for row in long_rows if name in row] for name in names]
-        return all(lines) and not any(row in lines[1] for row in lines[0])
+        long_lines = [line for line in self.drawn_lines if corner in line and len(line) > 2]
+        first_lines = [line for line in long_lines if first in line]
+        second_lines = [line for line in long_lines if second in line]
+        have_lines = bool(first_lines and second_lines)
+        return have_lines and not any(line in second_lines for line in first_lines)
 
     def angle_around(self, corner: str, inside: str) -> tuple[str, str, str]:
         """Return the angle that a ray from a corner to `inside` halves or divides, by three points.
@@ -222,27 +237,27 @@ class DrawnLines(DrawnPoints):
         are no such rays.
         """
         if corner not in self.places or inside not in self.places:
-            near = [name for name in self._joined_points(corner) if name != inside]
-            if len(near) != 2:
+            ends = [name for name in self._joined_points(corner) if name != inside]
+            if len(ends) != 2:
                 raise UnreadError(f"the form does not say which angle at {corner} is meant")
-            return near[0], corner, near[1]
+            return ends[0], corner, ends[1]
         start = phase(self.places[inside] - self.places[corner])
         # How far each point is turned from the ray to `inside`, against the clock.
         name_by_turn: dict[float, str] = {}
-        for row in self.drawn_lines:
-            if corner in row:
-                for name in row:
+        for line in self.drawn_lines:
+            if corner in line:
+                for name in line:
                     if name != corner:
                         direction = phase(self.places[name] - self.places[corner])
                         name_by_turn[(direction - start) % math.tau] = name
-        beside = sorted(
+        turns_beside = sorted(
             turn
             for turn in name_by_turn
             if _MAX_RADIANS_OF_ONE_RAY < turn < math.tau - _MAX_RADIANS_OF_ONE_RAY
         )
-        if len(beside) < 2:
+        if len(turns_beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
-        return name_by_turn[beside[0]], corner, name_by_turn[beside[-1]]
+        return name_by_turn[turns_beside[0]], corner, name_by_turn[turns_beside[-1]]
 
 
 def _ends_of_measured_line(fact: Term) -> list[str] | None:

@@ -80,7 +80,7 @@ class DrawnPoints:
         self.question_terms = list(parse_terms(form.question))
         self.terms = [*self.fact_terms, *self.question_terms]
         self.places = {name: complex(x, -y) for name, (x, y) in form.points.items()}
-        self.imagined_points: set[str] = set()  # points whose place is guessed, not annotated
+        self.imagined_points: set[str] = set()
         self.copied_pair: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self.neighbours: dict[str, set[str]] = defaultdict(set)
         for start, end in form.lines:
@@ -287,7 +287,8 @@ class DrawnPoints:
         ends = {names[0], names[-1]}
         circles = [circle for circle in self.circles if ends <= set(circle.points)]
         if len(circles) > 1:
-            # The centre of a circle may lie on another one, and stand in the name of its arc.
+            # In the arc ACB, C is no centre but a point of the arc. So a circle around C that also
+            # goes through A and B is not meant.
             circles = [circle for circle in circles if circle.centre not in names]
         if len(circles) != 1:
             raise UnreadError(
@@ -315,10 +316,10 @@ class DrawnPoints:
         for (first, last), points in sorted(self.points_on_segment.items()):
             for name in sorted(points):
                 if {first, name, last} <= self.places.keys():
-                    way = self.places[last] - self.places[first]
+                    segment = self.places[last] - self.places[first]
                     # The distance of the point from the line, times the length of the segment.
-                    beside = cross(way, self.places[name] - self.places[first])
-                    if abs(beside) > _MAX_OFFSET_FROM_LINE * abs(way) ** 2:
+                    offset = abs(cross(segment, self.places[name] - self.places[first]))
+                    if offset > _MAX_OFFSET_FROM_LINE * abs(segment) ** 2:
                         del self.places[name]
 
     def _place_points_on_segments(self) -> None:
@@ -328,10 +329,10 @@ class DrawnPoints:
                 continue
             for name in sorted(points - self.places.keys()):
                 start = self.places[first]
-                way = self.places[last] - start
-                if abs(way) > _MIN_LENGTH:
+                segment = self.places[last] - start
+                if abs(segment) > _MIN_LENGTH:
                     share = self._foot_along_segment(name, first, last)
-                    self.places[name] = start + way * share
+                    self.places[name] = start + segment * share
                     self.imagined_points.add(name)
 
     def _foot_along_segment(self, name: str, first: str, last: str) -> float:
@@ -342,7 +343,7 @@ class DrawnPoints:
         Without such a fact D is taken to be the middle, 0.5.
         """
         start = self.places[first]
-        way = self.places[last] - start
+        segment = self.places[last] - start
         for term in self.fact_terms:
             has_two_ends = all(len(line.names) == 2 for line in term.arguments)
             if term.head != "Perpendicular" or not has_two_ends:
@@ -356,9 +357,9 @@ class DrawnPoints:
                 to_top = self.places[top] - start
                 # A top on the segment itself, or nearly so, has no foot. The cross product is the
                 # height of the top times the length of the segment.
-                if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
+                if abs(cross(segment, to_top)) > _MIN_HEIGHT_SHARE * abs(segment) ** 2:
                     # The projection on the segment: 0.25 for A = 0, B = 4 and C = 1 + 2i.
-                    return dot(way, to_top) / abs(way) ** 2
+                    return dot(segment, to_top) / abs(segment) ** 2
         return 0.5
 
     def _copy_similar(self) -> None:
@@ -382,9 +383,9 @@ class DrawnPoints:
                 if not set(original) <= self.places.keys() or set(copy) & self.places.keys():
                     continue
                 places = [self.places[name] for name in original]
-                wide, _ = extent_of(places)
+                width, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
-                    self.places[name] = location + _COPY_OFFSET_IN_WIDTHS * wide
+                    self.places[name] = location + _COPY_OFFSET_IN_WIDTHS * width
                     self.imagined_points.add(name)
 
     @cached_property
@@ -448,15 +449,15 @@ class DrawnPoints:
                 first_to_middle = self.places[middle] - self.places[first]
                 middle_to_last = self.places[last] - self.places[middle]
                 length = abs(self.places[last] - self.places[first])
-                listed_points = self.points_on_segment.get(
-                    (first, last), set()
-                ) | self.points_on_segment.get((last, first), set())
+                is_listed = any(
+                    middle in self.points_on_segment.get(ends, set())
+                    for ends in ((first, last), (last, first))
+                )
                 is_between = dot(first_to_middle, middle_to_last) > 0
                 # The cross product is the distance of B from the line AC, times the length of AC.
-                is_beside = (
-                    abs(cross(first_to_middle, middle_to_last)) >= _MAX_BEND_OF_STRAIGHT * length**2
-                )
-                if is_between and not is_beside and middle not in listed_points:
+                offset = abs(cross(first_to_middle, middle_to_last))
+                is_straight = offset < _MAX_BEND_OF_STRAIGHT * length**2
+                if is_between and is_straight and not is_listed:
                     self.points_on_segment[first, last].add(middle)
                     straight.append((middle, first, last))
         return straight

@@ -14,6 +14,7 @@ _FORM_TOLERANCE = 1e-9  # share of a value that a written form may differ by
 _MAX_DENOMINATOR = 60
 _MAX_UNDER_ROOT = 1000
 _MAX_INTEGER = 10**9
+_MAX_DIVISOR_TRIED = 10_000
 
 
 def short_form(
@@ -77,24 +78,24 @@ def _write_root(value: float, tolerance: float) -> str | None:
     if not rational or abs(float(rational) - square) > square_tolerance:
         return None
     # p/q under the root is the root of p*q over q; squares are taken out of p*q.
-    under = rational.numerator * rational.denominator
-    outside = _largest_square_root_divisor(under)
+    radicand = rational.numerator * rational.denominator
+    outside = _root_of_largest_square_divisor(radicand)
     factor = Fraction(outside, rational.denominator)
-    inside = under // outside**2
+    inside = radicand // outside**2
     if inside > _MAX_UNDER_ROOT or factor.denominator > _MAX_DENOMINATOR:
         return None
     return _write_fraction(factor, rf"\sqrt{{{inside}}}")
 
 
-def _largest_square_root_divisor(number: int) -> int:
-    """Return the largest integer whose square divides a number."""
+def _root_of_largest_square_divisor(number: int) -> int:
+    """Return the largest integer whose square divides a number: 6 for 72, which is 2 times 36."""
     largest = 1
     divisor = 2
-    while divisor * divisor <= number and divisor <= 10_000:
+    while divisor * divisor <= number and divisor <= _MAX_DIVISOR_TRIED:
         while number % (divisor * divisor) == 0:
             largest *= divisor
             number //= divisor * divisor
-        # A factor that is left over once is in no square, and would only be tried again.
+        # A factor that is left over once belongs to no square.
         if number % divisor == 0:
             number //= divisor
         divisor += 1

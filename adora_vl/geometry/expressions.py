@@ -84,14 +84,14 @@ def number_in_text(text: str) -> float | None:
 class _ExpressionReader:
     """Reads a value such as `2x + 5` from left to right: sums of products of powers.
 
-    `tokens` are the numbers, letters, operators and brackets of the text. `next` is the number of
-    the token that is read next, and `depth` how deep the brackets are nested.
+    `tokens` are the numbers, letters, operators and brackets of the text. `next_index`
+    is the index of the token that is read next, and `depth` how deep the brackets are nested.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[str] = []
-        self.next = 0
+        self.next_index = 0
         self.depth = 0
         position = 0
         while position < len(text):
@@ -107,14 +107,14 @@ class _ExpressionReader:
 
     def peek(self) -> str | None:
         """Return the next token, which stays; None at the end."""
-        return self.tokens[self.next] if self.next < len(self.tokens) else None
+        return self.tokens[self.next_index] if self.next_index < len(self.tokens) else None
 
     def take(self) -> str:
         """Return the next token, and go past it. Raises `ExpressionError` at the end."""
         symbol = self.peek()
         if symbol is None:
             raise self.error()
-        self.next += 1
+        self.next_index += 1
         return symbol
 
     def whole(self) -> Quantity:

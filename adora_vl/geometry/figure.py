@@ -19,7 +19,9 @@ AnswerBasis = Literal["facts", "angles", "looks", "without a fact", "rounded", "
 _DIGITS_OF_PLACES = 9  # of the figure's size, that a stored place has
 _MAX_RESIDUAL = 1e-6  # largest residual of a stored figure
 _MAX_RIVALS = 3  # rivals of a figure that are stored beside one
-_SAME_SHARE = 1e-3  # share by which distances and values of one figure may differ from another's
+_MAX_RELATIVE_DIFFERENCE = (
+    1e-3  # share by which distances and values of one figure may differ from another's
+)
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,17 @@ def _are_same(first: Figure, second: Figure) -> bool:
     """Tell whether all distances of points, and all values, are the same in two figures."""
     first_distances = _distances_by_points(first)
     second_distances = _distances_by_points(second)
-    tolerance = _SAME_SHARE * max(first_distances.values(), default=0.0)
+    tolerance = _MAX_RELATIVE_DIFFERENCE * max(first_distances.values(), default=0.0)
     for points, distance in first_distances.items():
         if abs(distance - second_distances[points]) > tolerance:
             return False
     return all(
-        math.isclose(value, second.values[name], rel_tol=_SAME_SHARE, abs_tol=_SAME_SHARE)
+        math.isclose(
+            value,
+            second.values[name],
+            rel_tol=_MAX_RELATIVE_DIFFERENCE,
+            abs_tol=_MAX_RELATIVE_DIFFERENCE,
+        )
         for name, value in first.values.items()
     )
 
@@ -136,10 +143,10 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
         return 1 + 0j
     middle = sum(places[name] for name in names) / len(names)
     middle_seen = sum(problem.places[name] for name in names) / len(names)
-    together = sum(
+    direction = sum(
         (places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names
     )
-    return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
+    return direction / abs(direction) if abs(direction) > 1e-12 else 1 + 0j
 
 
 def figure_as_json(figure: Figure) -> str:

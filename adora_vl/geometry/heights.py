@@ -30,7 +30,10 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
 
 def _lies_within(drawing: Drawing, point: str, line: Term) -> bool:
     """Tell whether a point lies on a line of the drawing and is none of its ends."""
-    return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.all_lines)
+    return any(
+        point in drawn_line[1:-1] and set(line.names) <= set(drawn_line)
+        for drawn_line in drawing.all_lines
+    )
 
 
 def called_height(drawing: Drawing) -> tuple[str, str] | None:

@@ -85,6 +85,7 @@ class Judgement:
     A claim may have several alternatives. Each is a list of relations that all have to hold.
 
     Attributes:
+        measured: The values and residuals in the figure itself.
         known_rows: The rows of given values and expressions.
         true_rows: `known_rows`, and the rows of the new claims so far.
         false_rows: The rows of the errors so far.

@@ -76,16 +76,16 @@ class KindOfFigure:
         """Return the points of each line in order.
 
         Where a point of a line has no place, the order of the points between its ends is not known.
-        Then each of them gives a row of its own: end, point, end.
+        Then each of them counts as a line of its own: end, point, end.
         """
-        rows = [row for row in self.drawing.drawn_lines if len(row) > 2]
+        lines = [line for line in self.drawing.drawn_lines if len(line) > 2]
         triples = [
             [first, point, last]
             for (first, last), points in sorted(self.drawing.points_on_segment.items())
             for point in sorted(points)
             if not {first, point, last} <= self.places.keys()
         ]
-        return rows + triples
+        return lines + triples
 
     def _seen_turns(self) -> list[DrawnTurn]:
         """Return the drawn corners that bend visibly."""
@@ -110,13 +110,13 @@ class KindOfFigure:
         # The number of pairs grows with the square. A crowded picture shows its kind in other ways.
         if len(placed) >= _MAX_SEGMENTS_COMPARED:
             return apart
-        rows = [set(row) for row in self.drawing.drawn_lines]
+        points_of_lines = [set(line) for line in self.drawing.drawn_lines]
         for segment, second_segment in combinations(placed, 2):
             ends = (*segment, *second_segment)
             has_common_end = len(set(ends)) < 4
             # Where three of four ends lie on one line, a segment may touch the other one.
-            has_common_line = any(len(set(ends) & row) >= 3 for row in rows)
-            if has_common_end or has_common_line:
+            may_touch = any(len(points.intersection(ends)) >= 3 for points in points_of_lines)
+            if has_common_end or may_touch:
                 continue
             if not cross_each_other([self.places[name] for name in ends]):
                 apart.append(ends)
@@ -133,9 +133,8 @@ class KindOfFigure:
         if not self.used_points:
             return 0
         location_by_name = {name: self.system.location(state, name) for name in self.used_points}
-        return FAULTS_OF_COLLAPSE * self._collapses(state, location_by_name) + self._differences(
-            state, location_by_name
-        )
+        collapse_count = self._collapses(state, location_by_name)
+        return FAULTS_OF_COLLAPSE * collapse_count + self._differences(state, location_by_name)
 
     def _collapses(self, state: Vector, location_by_name: Mapping[str, complex]) -> int:
         """Count the signs of a collapse: segments or radii without length, and points on one line.
@@ -215,10 +214,10 @@ class KindOfFigure:
         other.
         """
         for arc, ends in ((arcs.first, arcs.second), (arcs.second, arcs.first)):
-            to_start = self._way(state, arcs.centre, arc[0])
-            to_end = self._way(state, arcs.centre, arc[1])
+            to_start = self._vector(state, arcs.centre, arc[0])
+            to_end = self._vector(state, arcs.centre, arc[1])
             for name in ends:
-                radius = self._way(state, arcs.centre, name)
+                radius = self._vector(state, arcs.centre, name)
                 # A point of the shorter way round lies between both radii: the turn from the first
                 # to it has the sign of the turn from it to the second. That is also true of the
                 # points opposite; the scalar product with the sum of both radii rules them out.
@@ -227,8 +226,8 @@ class KindOfFigure:
                     return False
         return True
 
-    def _way(self, state: Vector, start: str, end: str) -> complex:
-        """Return the way from one point of the figure to another."""
+    def _vector(self, state: Vector, start: str, end: str) -> complex:
+        """Return the vector from one point of the figure to another."""
         return self.system.location(state, end) - self.system.location(state, start)
 
     def disordered_lines(self, state: Vector) -> list[str]:
@@ -236,26 +235,24 @@ class KindOfFigure:
 
         A line is there once for each pair of neighbouring points that are in the wrong order.
         """
-        lines = []
-        for row in self.point_orders:
-            start = self.system.location(state, row[0])
-            way = self.system.location(state, row[-1]) - start
+        disordered_lines = []
+        for names in self.point_orders:
+            along_line = self._vector(state, names[0], names[-1])
             # How far along the line each point lies; the values have to grow.
-            distances_along = []
-            for name in row:
-                to_point = self.system.location(state, name) - start
-                distances_along.append(dot(to_point, way))
+            distances_along = [
+                dot(self._vector(state, names[0], name), along_line) for name in names
+            ]
             for distance, next_distance in pairwise(distances_along):
                 if distance >= next_distance:
-                    lines.append("".join(row))
-        return lines
+                    disordered_lines.append("".join(names))
+        return disordered_lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
         """Tell whether all points of the figure lie on one line, which the picture's do not.
 
         The picture's limit is ten times that of the figure: pixels are rounded, figures are not.
         """
-        if any(set(self.used_points) <= set(row) for row in self.drawing.all_lines):
+        if self.drawing.are_on_one_line(self.used_points):
             return False
         if self.places:
             drawn = [self.places[name] for name in self.used_points if name in self.places]
@@ -281,8 +278,8 @@ class KindOfFigure:
         # conj(solved) * drawn over that of |solved|². Its angle turns the figure, its size
         # scales it. The small number keeps a figure that has collapsed into one point from a
         # division by zero.
-        turn = np.vdot(solved, drawn) / (np.vdot(solved, solved) + 1e-30)
-        return float(np.linalg.norm(drawn - turn * solved) / (np.linalg.norm(drawn) + 1e-12))
+        factor = np.vdot(solved, drawn) / (np.vdot(solved, solved) + 1e-30)
+        return float(np.linalg.norm(drawn - factor * solved) / (np.linalg.norm(drawn) + 1e-12))
 
 
 def _flatness(places: Sequence[complex]) -> float:
@@ -296,7 +293,8 @@ def _flatness(places: Sequence[complex]) -> float:
         return 1.0
     first = places[0]
     end = max(places, key=lambda location: abs(location - first))
-    way = end - first
-    if abs(way) == 0:
+    along_line = end - first
+    if abs(along_line) == 0:
         return 0.0
-    return max(abs(cross(way, location - first)) for location in places) / abs(way) ** 2
+    largest_product = max(abs(cross(along_line, location - first)) for location in places)
+    return largest_product / abs(along_line) ** 2

@@ -32,7 +32,11 @@ class _MatchedPolygons(NamedTuple):
 
 
 class Likeness(Regions):
-    """Tells how much the polygons of a picture look like their kind, or like each other."""
+    """Tells how much the polygons of a picture look like their kind, or like each other.
+
+    `places` has where each point is drawn, and `neighbours` the points that a drawn line joins it
+    with. `polygons` are the polygons of the picture, each as its corners.
+    """
 
     def _most_alike_polygon(self, kind: str, corner_count: int) -> list[str] | None:
         """Return the corners of the drawn polygon that looks most like a kind such as `Kite`.
@@ -62,20 +66,20 @@ class Likeness(Regions):
         a, b, c, d = [self.places[name] for name in names]
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
-        # The sines between opposite sides, which are 0 for parallel ones.
-        askew = [
+        # Parallel sides have the sine 0.
+        sines_of_opposite_sides = [
             abs(sine(sides[0], sides[2])),
             abs(sine(sides[1], sides[3])),
         ]
         unlikeness = 0.0
         if kind in ("Parallelogram", "Rectangle", "Rhombus", "Square"):
-            unlikeness += sum(askew)
+            unlikeness += sum(sines_of_opposite_sides)
         if kind in ("Rectangle", "Square"):
             unlikeness += abs(cosine(sides[0], sides[1]))
         if kind in ("Rhombus", "Square"):
             unlikeness += abs(math.log(lengths[0] / lengths[1]))
         if kind == "Trapezoid":
-            unlikeness += min(askew)
+            unlikeness += min(sines_of_opposite_sides)
         if kind == "Kite":
             # The equal sides meet at two opposite corners, the first and third or the others.
             ratios = [abs(math.log(lengths[i] / lengths[(i + 1) % 4])) for i in range(4)]
@@ -107,8 +111,9 @@ class Likeness(Regions):
         drawn_points = {name for name in self.neighbours if name in self.places}
         best: _MatchedPolygons | None = None
         for first, second in combinations(polygons, 2):
-            # The two that are meant have all drawn points between them.
-            if len(first) != len(second) or not {*first, *second} >= drawn_points:
+            # Each drawn point is a corner of one of the two that are meant.
+            has_all_points = drawn_points <= {*first, *second}
+            if len(first) != len(second) or not has_all_points:
                 continue
             match = self._match_corners(first, second)
             if best is None or match.unlikeness < best.unlikeness:

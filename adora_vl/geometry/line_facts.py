@@ -198,26 +198,26 @@ def _bisectors_meet(measures: Measures, corners: Sequence[str]) -> Iterator[Rela
     for i in range(3):
         yield same_length(measures, (centre, corners[i]), (centre, corners[i - 1]))
         yield from _midpoint_of_drawn_foot(
-            measures.drawing, start=corners[i], end=corners[i - 1], names=corners
+            measures.drawing, start=corners[i], end=corners[i - 1], corners=corners
         )
 
 
 def _midpoint_of_drawn_foot(
-    drawing: Drawing, start: str, end: str, names: Sequence[str]
+    drawing: Drawing, start: str, end: str, corners: Sequence[str]
 ) -> Iterator[Relation]:
     """Say of the drawn point that looks like the midpoint of a side that it is the midpoint.
 
     The perpendicular bisector of the side is drawn through that point. The side goes from `start`
-    to `end`. `names` are the corners of the triangle, none of which is such a point. Nothing is
-    said where no point looks like the midpoint.
+    to `end`. `corners` are those of the triangle, none of which is such a point. Nothing is said
+    where no point looks like the midpoint.
     """
     places = drawing.places
-    # How much the two parts of the side differ at each point on it, as a share.
+    # Each point on the side, with the share by which the parts before and behind it differ.
     differences: list[tuple[float, str]] = []
-    for row in drawing.drawn_lines:
-        if start in row and end in row:
-            for point in row:
-                if point not in names:
+    for line in drawing.drawn_lines:
+        if start in line and end in line:
+            for point in line:
+                if point not in corners:
                     first_half = abs(places[point] - places[start])
                     second_half = max(abs(places[point] - places[end]), 1e-9)
                     differences.append((abs(first_half / second_half - 1), point))

@@ -55,7 +55,7 @@ def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str)
     """
     near_end = beyond or end
     far_end = start if near_end == end else end
-    draft.put_on_line(near_end, far_end, point)
+    draft.put_on_line(near_end, start=far_end, end=point)
 
 
 def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
@@ -132,7 +132,8 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
     corners = split_point_names(names)
     line = draft.draw_line(start, end)
     if len(corners) == 1 and corners[0] in (start, end) and draft.polygons:
-        corners = sides_at(draft, corners[0], end if corners[0] == start else start)
+        far_end = end if corners[0] == start else start
+        corners = angle_of_polygon(draft, corner=corners[0], inside=far_end)
     if len(corners) == 3:
         draft.draw_line(corners[0], corners[1])
         draft.draw_line(corners[1], corners[2])
@@ -141,7 +142,7 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
     draft.facts.append(make_term("BisectsAngle", line, make_term("Angle", *corners)))
 
 
-def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
+def angle_of_polygon(draft: Draft, corner: str, inside: str) -> list[str]:
     """Return the angle of the last polygon with this corner, by three points.
 
     For example, the corner B of triangle ABC gives A, B, C. Polygons that have the point `inside`,
@@ -161,14 +162,15 @@ def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -
     Without "at E" the midpoint of BD is the end of the line AC that an earlier sentence has put on
     BD, or else C, the second end.
     """
-    foot = at or next((end for end in (b, a) if term_on(draft, end, c, d)), b)
-    if foot not in (a, b):
-        draft.put_on_line(foot, a, b)
+    ends_on_segment = [end for end in (b, a) if is_put_on_line(draft, end, c, d)]
+    middle = at or (ends_on_segment[0] if ends_on_segment else b)
+    if middle not in (a, b):
+        draft.put_on_line(middle, a, b)
     draft.draw_line(a, b)
-    midpoint(draft, point=foot, start=c, end=d)
+    midpoint(draft, point=middle, start=c, end=d)
 
 
-def term_on(draft: Draft, point: str, start: str, end: str) -> bool:
+def is_put_on_line(draft: Draft, point: str, start: str, end: str) -> bool:
     """Tell whether an earlier sentence has put a point on a segment."""
     lines = [make_term("Line", start, end), make_term("Line", end, start)]
     return any(make_term("PointLiesOnLine", point, line) in draft.facts for line in lines)

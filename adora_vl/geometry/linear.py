@@ -23,8 +23,8 @@ class LinearSum(Generic[Part]):
     def plus(self, addend: LinearSum[Part], factor: float = 1.0) -> LinearSum[Part]:
         """Return this sum and a multiple of another."""
         factors = dict(self.factors)
-        for part, share in addend.factors.items():
-            factors[part] = factors.get(part, 0.0) + factor * share
+        for part, part_factor in addend.factors.items():
+            factors[part] = factors.get(part, 0.0) + factor * part_factor
         return LinearSum(constant=self.constant + factor * addend.constant, factors=factors)
 
     def times(self, factor: float) -> LinearSum[Part]:

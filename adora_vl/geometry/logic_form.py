@@ -33,9 +33,9 @@ _INTERGPS_KEY_BY_FIELD = {
 
 @dataclass(frozen=True)
 class Term:
-    """A fact or a part of one, such as `Line(A, B)`: a head, and the terms in its brackets.
+    """A fact or a part of one: `Line(A, B)` has the head `Line` and the arguments `A` and `B`.
 
-    A text without brackets has no arguments.
+    A text without brackets, such as `A` or `10`, is a head without arguments.
     """
 
     head: str
@@ -64,7 +64,10 @@ class Term:
 
 
 def parse_term(text: str, depth: int = 0) -> Term | None:
-    """Read a logic form; None where its brackets do not close, or nest deeper than `MAX_DEPTH`."""
+    """Read a term; None where its brackets do not close, or nest deeper than `MAX_DEPTH`.
+
+    `depth` is how many brackets stand around it.
+    """
     text = text.strip()
     head, bracket, rest = text.partition("(")
     if not bracket or not _HEAD_PATTERN.fullmatch(head):
@@ -138,26 +141,28 @@ class LogicForm:
 
         They stand in their order where their places are known.
         """
-        on_line: dict[frozenset[str], set[str]] = {
+        points_by_ends: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.lines
         }
         for term in self.facts_with_head("PointLiesOnLine"):
             if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
                 continue
             ends = term.arguments[1].names
-            on_line.setdefault(frozenset(ends), set(ends)).add(term.arguments[0].head)
-        longest_first = sorted(on_line.values(), key=lambda points: (-len(points), sorted(points)))
-        rows = [
-            points
+            points_by_ends.setdefault(frozenset(ends), set(ends)).add(term.arguments[0].head)
+        longest_first = sorted(
+            points_by_ends.values(), key=lambda points: (-len(points), sorted(points))
+        )
+        # A line whose points all lie on a longer line is left out.
+        return [
+            self._ordered(points)
             for position, points in enumerate(longest_first)
             if not any(points <= longer for longer in longest_first[:position])
         ]
-        return [self._ordered(points) for points in rows]
 
     def _ordered(self, points: set[str]) -> list[str]:
-        """Return the points of a line in order from one end.
+        """Return the points of a line from one end to the other.
 
-        By their names where a place is missing.
+        They are in the order of their names where one of them has no place.
         """
         names = sorted(points)
         if not all(name in self.points for name in names):
@@ -202,9 +207,8 @@ def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
     keys = {name: name for name in _INTERGPS_KEY_BY_FIELD}
     if "line_instances" in record:
         keys = _INTERGPS_KEY_BY_FIELD
-    points = _require_mapping(record.get("more_points") or {}) | _require_mapping(
-        record[keys["points"]]
-    )
+    more_points = _require_mapping(record.get("more_points") or {})
+    points = more_points | _require_mapping(record[keys["points"]])
     places: dict[str, Point] = {}
     for name, location in points.items():
         x, y = _require_coordinates(location)
@@ -277,5 +281,5 @@ def points_in_term(term: Term) -> set[str]:
 
 
 def inner_names(term: Term, head: str) -> list[str]:
-    """Return the names of `Line(A, B)`, also inside `LengthOf(...)`."""
+    """Return A and B for `Line(A, B)`, and with the head `LengthOf` for `LengthOf(Line(A, B))`."""
     return term.arguments[0].names if term.head == head and term.arguments else term.names

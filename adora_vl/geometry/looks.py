@@ -18,7 +18,7 @@ from adora_vl.geometry.relations import (
     right_angle_at,
 )
 from adora_vl.geometry.shapes import Circle
-from adora_vl.geometry.vectors import cosine
+from adora_vl.geometry.vectors import cosine, cross
 
 # How many degrees a tangent may be off the right angle with the radius. Where the question says
 # that lines "appear to be tangent", most lines at a circle are meant. Otherwise a tangent has to
@@ -33,7 +33,10 @@ _MAX_OFFSET_FROM_CHORD = 0.03  # share of a chord's length that the centre may l
 
 
 def relations_seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
-    """Yield what the picture shows and no fact says, with words for it."""
+    """Yield what the picture shows and no fact says, with words for it.
+
+    These are tangents, and with `everything` also diameters, right angles and parallels.
+    """
     yield from tangents_seen(measures, MAX_DEGREES_OF_SEEN_TANGENT)
     if everything:
         yield from _seen_diameters(measures)
@@ -41,26 +44,26 @@ def relations_seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Re
         yield from _seen_parallels(measures)
 
 
-def tangents_seen(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
+def tangents_seen(measures: Measures, max_degrees: float) -> Iterator[tuple[Relation, str]]:
     """Yield lines that meet a circle in one point and look perpendicular to the radius there.
 
-    They may be `limit` degrees from perpendicular.
+    They may be `max_degrees` from perpendicular.
     """
     drawing = measures.drawing
     for circle in drawing.circles:
         for point in circle.points:
             if circle.centre in drawing.places and point in drawing.places:
-                for end in _ends_of_tangents_seen(drawing, circle, point, limit):
+                for end in _ends_of_tangents_seen(drawing, circle, point, max_degrees):
                     relation = Perpendicular(a=circle.centre, b=point, c=point, d=end)
                     yield relation, f"{point}{end} is tangent at {point}"
 
 
 def _ends_of_tangents_seen(
-    drawing: Drawing, circle: Circle, point: str, limit: float
+    drawing: Drawing, circle: Circle, point: str, max_degrees: float
 ) -> Iterator[str]:
     """Yield the far ends of lines that look like tangents at a point of a circle, each once.
 
-    They may be `limit` degrees from perpendicular to the radius. A line with a second point of the
+    They may be `max_degrees` from perpendicular to the radius. A line with a second point of the
     circle, or with its centre, is none.
     """
     places = drawing.places
@@ -75,7 +78,7 @@ def _ends_of_tangents_seen(
         # The sine of the lean is the cosine of the angle to the radius. Rounding may pass 1.
         sine_of_lean = min(1.0, abs(cosine(radius, places[far_end] - places[point])))
         lean = abs(math.degrees(math.asin(sine_of_lean)))
-        if far_end != point and lean < limit and far_end not in ends:
+        if far_end != point and lean < max_degrees and far_end not in ends:
             ends.add(far_end)
             yield far_end
 
@@ -91,12 +94,11 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
                 or not {start, end, circle.centre} <= places.keys()
             ):
                 continue
-            way = places[end] - places[start]
-            # The cross product: the centre's distance from the chord, times the chord's length.
-            beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
-            if beside < _MAX_OFFSET_FROM_CHORD * abs(way) ** 2 and not drawing.are_on_one_line(
-                (start, end, circle.centre)
-            ):
+            chord = places[end] - places[start]
+            # The centre's distance from the chord, times the chord's length.
+            offset = abs(cross(chord, places[circle.centre] - places[start]))
+            is_known = drawing.are_on_one_line((start, end, circle.centre))
+            if offset < _MAX_OFFSET_FROM_CHORD * abs(chord) ** 2 and not is_known:
                 relation = collinear(circle.centre, start, end)
                 yield relation, f"{circle.centre} lies on {start}{end}"
 
@@ -128,9 +130,8 @@ def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
     """Yield drawn lines without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.drawn_lines, 2):
-        if (
-            not set(first) & set(second)
-            and drawing.degrees_apart(first, second) < _MAX_DEGREES_FROM_PARALLEL
-        ):
+        have_common_point = bool(set(first) & set(second))
+        degrees_apart = drawing.degrees_apart(first, second)
+        if not have_common_point and degrees_apart < _MAX_DEGREES_FROM_PARALLEL:
             relation = Parallel(a=first[0], b=first[-1], c=second[0], d=second[-1])
             yield relation, f"{first[0]}{first[-1]} is parallel to {second[0]}{second[-1]}"

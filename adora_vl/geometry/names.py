@@ -173,7 +173,7 @@ class NameReader:
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
         return self.reading.measures.arc_angle(term), cursor
 
-    def extent(self, start: int) -> tuple[Quantity, int]:
+    def area_or_perimeter(self, start: int) -> tuple[Quantity, int]:
         """Read the area or the perimeter of a polygon: "area of triangle ABC"."""
         cursor = self.skip_words(start + 1, {"of", "the"})
         if self.word_at(cursor) in _POLYGON_NOUNS:
@@ -184,7 +184,7 @@ class NameReader:
             raise NoSideError(f"{''.join(names)} is no polygon")
         return self.reading.measures.polygon_measure(head, names), cursor
 
-    def of_circle(self, start: int) -> tuple[Quantity, int]:
+    def radius_or_diameter(self, start: int) -> tuple[Quantity, int]:
         """Read the radius or diameter of a circle: "radius of circle O".
 
         Without a circle's name, it is the only one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.logic_form import LogicForm, Term
@@ -30,7 +31,10 @@ from adora_vl.geometry.relations import (
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
 
-# of a drawn radius; a point farther from the centre is seen to lie outside
+# What a reading believes of the picture beside the facts: nothing, tangents alone, or all that
+# `relations_seen` yields.
+BelievedLooks = Literal["nothing", "tangents", "everything"]
+# A point that is more than so many drawn radii away from the centre is seen to lie outside.
 _MIN_RADII_OUTSIDE = 1.1
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
@@ -73,7 +77,7 @@ class Reading:
     goal_fault: str = ""
     unit: Unit = "length"
 
-    def add(self, term: Term, fact_number: int | None) -> None:
+    def add_fact(self, term: Term, fact_number: int) -> None:
         """Take in what a fact says; all of it or, where a part cannot be read, nothing."""
         relations: list[Relation] = []
         try:
@@ -86,46 +90,44 @@ class Reading:
                 reason = str(error)
             self.unread.append((term, reason))
             return
-        self.relations += relations
-        self.fact_numbers += [fact_number] * len(relations)
+        for relation in relations:
+            self.add_relation(relation, fact_number)
 
-    def assume(self, relation: Relation, words: str) -> None:
-        """Add a relation that the picture shows and no fact gives, with words for it."""
+    def add_relation(self, relation: Relation, fact_number: int | None) -> None:
+        """Add a relation with the number of its fact, None where the picture shows it."""
         self.relations.append(relation)
-        self.fact_numbers.append(None)
-        self.assumed.append(words)
+        self.fact_numbers.append(fact_number)
 
 
 def read_facts(
     form: LogicForm,
     *,
-    without: Iterable[int] = (),
-    looks: int = 0,
+    left_out: Iterable[int] = (),
+    looks: BelievedLooks = "nothing",
 ) -> Reading:
-    """Read a form, without the facts of these numbers.
+    """Read a form, without the facts whose numbers are in `left_out`.
 
-    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
-    chords, where the picture shows them and no fact says so.
+    `looks`: what is believed of the picture where no fact says it.
     """
     drawing = Drawing(form)
     measures = Measures(drawing)
     reading = Reading(drawing=drawing, measures=measures)
     for middle, first, last in drawing.collinear_as_drawn:
-        reading.relations.append(collinear(middle, first, last))
-        reading.fact_numbers.append(None)
-    skipped = set(without)
+        reading.add_relation(collinear(middle, first, last), None)
+    skipped = set(left_out)
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
-            reading.add(term, number)
+            reading.add_fact(term, number)
     for number, term in enumerate(drawing.terms):
         if number >= len(drawing.fact_terms) and number not in skipped:
             _add_shapes_in_question(reading, term, number)
     _add_orders(reading, skipped)
     _add_touching(reading)
     _read_goal(reading)
-    if looks:
-        for relation, description in relations_seen(measures, everything=looks > 1):
-            reading.assume(relation, description)
+    if looks != "nothing":
+        for relation, words in relations_seen(measures, everything=looks == "everything"):
+            reading.add_relation(relation, None)
+            reading.assumed.append(words)
     return reading
 
 
@@ -142,15 +144,14 @@ def _add_orders(reading: Reading, skipped: set[int]) -> None:
         # Where all three have places, the picture shows their order.
         if not set(names) <= places.keys():
             point, start, end = names
-            reading.relations.append(Between(point=point, start=start, end=end))
-            reading.fact_numbers.append(number)
+            reading.add_relation(Between(point=point, start=start, end=end), number)
 
 
 def _add_touching(reading: Reading) -> None:
-    """Add that a segment is a tangent whose ends lie outside a circle that it meets once.
+    """Add that a segment is a tangent, if it meets a circle in one point and both ends lie outside.
 
-    The annotation lists every point in which drawn lines meet a circle, and a segment that is none
-    would have two.
+    A segment that cuts the circle would meet it in two points. The annotation lists every point in
+    which a drawn line meets a circle.
     """
     drawing = reading.drawing
     places = drawing.places
@@ -158,21 +159,23 @@ def _add_touching(reading: Reading) -> None:
         radius = drawing.drawn_radius(circle)
         if radius is None:
             continue
-        for row in drawing.drawn_lines:
-            shared = [point for point in row[1:-1] if point in circle.points]
-            reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
-            meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
-            if not meets_once or circle.centre in row or min(reaches) < _MIN_RADII_OUTSIDE * radius:
+        centre = places[circle.centre]
+        for line in drawing.drawn_lines:
+            start = line[0]
+            end = line[-1]
+            inner_points = [point for point in line[1:-1] if point in circle.points]
+            meets_once = len(set(line) & set(circle.points)) == len(inner_points) == 1
+            end_distance = min(abs(places[start] - centre), abs(places[end] - centre))
+            ends_are_outside = end_distance >= _MIN_RADII_OUTSIDE * radius
+            if not meets_once or circle.centre in line or not ends_are_outside:
                 continue
-            # A line that cuts the circle as drawn lacks a point of its annotation. The cosine of
+            (touching_point,) = inner_points
+            # A line that is drawn across the circle lacks a point of its annotation. The cosine of
             # the angle to the radius is the sine of how far the line is from perpendicular to it.
-            to_point = places[shared[0]] - places[circle.centre]
-            lean = abs(cosine(to_point, places[row[-1]] - places[row[0]]))
+            lean = abs(cosine(places[touching_point] - centre, places[end] - places[start]))
             if lean < math.sin(math.radians(MAX_DEGREES_OF_STATED_TANGENT)):
-                reading.relations.append(
-                    Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
-                )
-                reading.fact_numbers.append(None)
+                relation = Perpendicular(a=circle.centre, b=touching_point, c=start, d=end)
+                reading.add_relation(relation, None)
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
@@ -182,7 +185,7 @@ def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
             continue
         if part.head in _SHAPES_IN_QUESTION or part.head in _ADJECTIVES_IN_QUESTION:
             unread_before = len(reading.unread)
-            reading.add(part, number)
+            reading.add_fact(part, number)
             # A shape that cannot be read is no fault of its own: reading the goal names it.
             del reading.unread[unread_before:]
 

@@ -17,17 +17,20 @@ _MAX_CORNERS_OF_FACE = 40  # corners of a region; a walk that is longer has lost
 
 
 class Regions(DrawnLines):
-    """The picture of a logic form: the regions that its drawn lines enclose."""
+    """The picture of a logic form: the regions that its drawn lines enclose.
+
+    `places` has where each point is drawn, as a complex number with y upwards.
+    """
 
     @cached_property
-    def _borders(self) -> dict[str, set[str]]:
-        """The neighbours of each point along drawn lines, without any point between."""
-        borders: dict[str, set[str]] = defaultdict(set)
-        for row in self.drawn_lines:
-            for start, end in pairwise(row):
-                borders[start].add(end)
-                borders[end].add(start)
-        return dict(borders)
+    def _neighbours_by_point(self) -> dict[str, set[str]]:
+        """The next points along the drawn lines through each point: A and C for B on ABC."""
+        neighbours_by_point: dict[str, set[str]] = defaultdict(set)
+        for line in self.drawn_lines:
+            for start, end in pairwise(line):
+                neighbours_by_point[start].add(end)
+                neighbours_by_point[end].add(start)
+        return dict(neighbours_by_point)
 
     def _direction(self, start: str, end: str) -> float:
         """Return the direction from one point of the picture to another, in radians."""
@@ -38,8 +41,8 @@ class Regions(DrawnLines):
         """The inner regions that drawn lines enclose, as points around them against the clock."""
         visited: set[tuple[str, str]] = set()
         faces = []
-        for start in sorted(self._borders):
-            for end in sorted(self._borders[start]):
+        for start in sorted(self._neighbours_by_point):
+            for end in sorted(self._neighbours_by_point[start]):
                 face = self._walk_face(start, end, visited)
                 if len(face) > 2 and len(set(face)) == len(face) and self.signed_area(face) > 0:
                     faces.append(face)
@@ -68,7 +71,7 @@ class Regions(DrawnLines):
         At a dead end the walk turns round, and `start` is returned.
         """
         back_direction = self._direction(end, start)
-        next_points = [name for name in sorted(self._borders[end]) if name != start]
+        next_points = [name for name in sorted(self._neighbours_by_point[end]) if name != start]
         if not next_points:
             return start
         return max(
@@ -106,39 +109,45 @@ class Regions(DrawnLines):
             polygons.append(outline)
         return polygons
 
-    def _borders_without_dead_ends(self) -> dict[str, set[str]]:
+    def _neighbours_without_dead_ends(self) -> dict[str, set[str]]:
         """Return the neighbours of all points from which at least two drawn edges lead on.
 
-        A point that goes may leave its neighbour as a dead end, so this goes on until none is left.
+        A dead end that is left out may leave its neighbour as a dead end, so this goes on until no
+        dead end is left.
         """
-        borders = {name: set(near) for name, near in self._borders.items()}
+        neighbours_by_point = {
+            name: set(neighbours) for name, neighbours in self._neighbours_by_point.items()
+        }
         while True:
-            dead_ends = sorted(name for name, near in borders.items() if len(near) < 2)
+            dead_ends = sorted(
+                name for name, neighbours in neighbours_by_point.items() if len(neighbours) < 2
+            )
             if not dead_ends:
-                return borders
+                return neighbours_by_point
             for name in dead_ends:
-                for neighbour in borders.pop(name):
+                for neighbour in neighbours_by_point.pop(name):
                     # The neighbour may be gone already, as the other end of a single edge.
-                    borders.get(neighbour, set()).discard(name)
+                    neighbours_by_point.get(neighbour, set()).discard(name)
 
     def outline(self) -> list[str]:
         """Return the corners of the outer boundary, without dead ends.
 
-        Empty where there is none that is simple, as where the boundary meets itself at a point.
+        Empty where there is none, and where the boundary meets itself at a point.
         The walk begins at an outermost point of the picture, which lies on the boundary for sure.
         """
-        borders = self._borders_without_dead_ends()
-        if len(borders) < 3:
+        neighbours_by_point = self._neighbours_without_dead_ends()
+        if len(neighbours_by_point) < 3:
             return []
         lowest = min(
-            borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
+            neighbours_by_point,
+            key=lambda name: (self.places[name].imag, self.places[name].real, name),
         )
         boundary = [lowest]
         current = lowest
         # Nothing lies below the lowest point, so the walk begins as if it came from there.
         back_direction = -math.pi / 2
         for _ in range(2 * _MAX_CORNERS_OF_FACE):
-            next_point = self._least_turn(current, borders[current], back_direction)
+            next_point = self._least_turn(current, neighbours_by_point[current], back_direction)
             if next_point == lowest:
                 break
             boundary.append(next_point)

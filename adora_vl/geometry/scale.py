@@ -19,7 +19,7 @@ from adora_vl.geometry.quantities import (
     constant_of,
     points_in_quantity,
 )
-from adora_vl.geometry.vectors import extent_of
+from adora_vl.geometry.vectors import cross, extent_of
 
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 
@@ -53,14 +53,14 @@ def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex])
     if places:
         width, height = extent_of(list(places.values()))
         pixels = max(width, height, 1e-9)
-    length_by_ends: list[tuple[Distance, float]] = []
+    given_lengths: list[tuple[Distance, float]] = []
     for relation in relations:
         if isinstance(relation, Equal) and isinstance(relation.left, Distance):
             length = constant_of(relation.right)
             if length is not None and length > 0:
-                length_by_ends.append((relation.left, length))
+                given_lengths.append((relation.left, length))
     scales = []
-    for distance, length in length_by_ends:
+    for distance, length in given_lengths:
         if distance.start in places and distance.end in places:
             drawn_length = abs(places[distance.start] - places[distance.end])
             # Two points in one place of the picture would give a scale without bound.
@@ -71,12 +71,12 @@ def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex])
     # A median, since one wrong or badly drawn length must not stretch the whole figure.
     if scales:
         size = float(np.median(scales)) * pixels
-    elif length_by_ends:
+    elif given_lengths:
         # A side is often shorter than the whole figure; by how much nobody knows.
-        size = 1.5 * float(np.median([length for _, length in length_by_ends]))
+        size = 1.5 * float(np.median([length for _, length in given_lengths]))
     else:
         size = _DEFAULT_SIZE
-    return Scale(size=size, pixels=pixels, is_given=bool(scales or length_by_ends))
+    return Scale(size=size, pixels=pixels, is_given=bool(scales or given_lengths))
 
 
 def _scales_of_measure(relation: Relation, places: Mapping[str, complex]) -> Iterator[float]:
@@ -107,12 +107,8 @@ def _as_drawn(quantity: Quantity, places: Mapping[str, complex]) -> Quantity:
     if isinstance(quantity, Area):
         corners = [places[name] for name in quantity.corners]
         next_corners = [*corners[1:], corners[0]]
-        # The shoelace formula: the imaginary part of conj(p) q is the cross product of p and q, and
-        # the sum of these over all sides is twice the area.
-        doubled = sum(
-            (corner.conjugate() * next_corner).imag
-            for corner, next_corner in zip(corners, next_corners, strict=True)
-        )
+        # The shoelace formula: the sum of the cross products over all sides is twice the area.
+        doubled = sum(map(cross, corners, next_corners))
         return Constant(abs(doubled) / 2)
     if isinstance(quantity, Arithmetic):
         parts = tuple(_as_drawn(part, places) for part in quantity.parts)

@@ -178,7 +178,9 @@ def line_of_triangle(
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
     """Add the median of a trapezoid, which is its midsegment.
 
-    Raises `SentenceError` for an altitude, since its name does not say where it stands.
+    It goes from `start` to `end`, and `names` are the corners of the trapezoid. `role` is "median",
+    "altitude" or "height". Raises `SentenceError` for the two latter, since their names do not say
+    where they stand.
     """
     if role != "median":
         raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
@@ -193,7 +195,8 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
     names = [top, *ends]
     if foot in ends:
         # A leg of a right triangle is an altitude as well.
-        right_angle(draft, f"{top}{foot}{next(name for name in ends if name != foot)}")
+        other_end = next(name for name in ends if name != foot)
+        right_angle(draft, f"{top}{foot}{other_end}")
         return
     line_of_triangle(draft, start=start, end=end, role=role, names="".join(names))
 
@@ -206,8 +209,9 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
     ends = split_point_names(side)
     if "bisector" in role:
         draft.put_on_line(foot, ends[0], ends[1])
-        middle = split_point_names(corner)[len(split_point_names(corner)) // 2]
-        bisects_angle(draft, middle, foot, f"{ends[0]}{middle}{ends[1]}")
+        angle_points = split_point_names(corner)
+        vertex = angle_points[len(angle_points) // 2]
+        bisects_angle(draft, start=vertex, end=foot, names=f"{ends[0]}{vertex}{ends[1]}")
         return
     names = f"{corner}{side}"
     line_of_triangle(draft, start=corner, end=foot, role=role, names=names)

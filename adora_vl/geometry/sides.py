@@ -383,11 +383,11 @@ class SideReader(NameReader):
         if word in ("sqrt", "frac", "pi") or word in _INVERSE_BY_WORD:
             return self._function(start)
         if word in ("area", "perimeter"):
-            return self.extent(start)
+            return self.area_or_perimeter(start)
         if word in SEGMENT_NOUNS and self.token_at(start + 1).kind == "points":
             return self.length(start + 1)
         if word in ("radius", "diameter"):
-            return self.of_circle(start)
+            return self.radius_or_diameter(start)
         if re.fullmatch("[a-z]", token.text):
             return self.letter(start)
         if self.is_product_of_letters(start):

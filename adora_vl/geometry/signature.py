@@ -39,8 +39,8 @@ def split_midpoints(relations: Iterable[Relation]) -> Iterator[Relation]:
         start, end = relation.points
         half = over(Distance(start=start, end=end), Constant(2.0))
         for name in (start, end):
-            way = Distance(start=relation.point, end=name)
-            yield Equal(left=way, right=half, unit="length")
+            part = Distance(start=relation.point, end=name)
+            yield Equal(left=part, right=half, unit="length")
 
 
 def signature(quantity: Quantity) -> str:

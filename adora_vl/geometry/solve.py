@@ -42,6 +42,7 @@ _MAX_FREE_SHARE = 1e-4
 _PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
 _MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
 _ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
+_PUSHED_ANSWER_TOLERANCE = 1e-3  # the same after a push away from a double root and back
 
 
 class Freedom(NamedTuple):
@@ -138,7 +139,7 @@ class FigureProblem:
                 state=state,
                 budget=budget,
                 steps=_LETTER_STEPS,
-                first=self.system.first_unknown,
+                first_moving=self.system.first_unknown,
             )
         if self.places:
             for pull in _PULL_STRENGTHS:
@@ -304,14 +305,16 @@ class FigureProblem:
             pushed = solution.state + push * freedom.movement / length
             state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
             goal = self.system.goal_at(state)
-            if residual > MAX_RESIDUAL or not answers_agree(goal.value, solution.value, share=1e-3):
+            if residual > MAX_RESIDUAL or not answers_agree(
+                goal.value, solution.value, _PUSHED_ANSWER_TOLERANCE
+            ):
                 return False
         return True
 
 
-def answers_agree(first: float, second: float, share: float = _ANSWER_TOLERANCE) -> bool:
-    """Tell whether two answers are equal but for rounding."""
-    return abs(first - second) < share * max(1.0, abs(first))
+def answers_agree(first: float, second: float, tolerance: float = _ANSWER_TOLERANCE) -> bool:
+    """Tell whether two answers differ by less than the share `tolerance` of the first."""
+    return abs(first - second) < tolerance * max(1.0, abs(first))
 
 
 def is_collapsed(solution: Solution) -> bool:

@@ -35,24 +35,24 @@ _MIN_SLOPE = 1e-4  # equations that are flatter than this have a double root, or
 _DOUBLE_ROOT_TOLERANCE = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
-def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> Verdict:
+def solve_form(form: LogicForm, *, try_looks: bool = True, try_repair: bool = True) -> Verdict:
     """Solve a logic form: find its answer, or say why there is none.
 
     It never raises for what a form says.
 
     Args:
         form: The facts of a diagram and its question.
-        looks: Where the facts leave the goal open, assume what only the picture shows, and report
-            the value that follows. The status stays `open`.
-        repair: Where facts contradict each other, leave out one after the other to find which do.
-            The status stays `conflict` or `collapsed`.
+        try_looks: Where the facts leave the goal open, assume what only the picture shows, and
+            report the value that follows. The status stays `open`.
+        try_repair: Where facts contradict each other, leave out one after the other to find which
+            do. The status stays `conflict` or `collapsed`.
     """
     fault = describe_excess(form)
     if fault:
         return Verdict(status="unread", why=fault)
     # Far from a figure numbers overflow. The search rejects steps to such places by itself.
     with np.errstate(all="ignore"):
-        verdict = _solve_small_form(form, looks=looks, repair=repair)
+        verdict = _solve_small_form(form, try_looks=try_looks, try_repair=try_repair)
     if not verdict.unread:
         return verdict
     return replace(verdict, why=f"{verdict.why}; not read: {verdict.unread[0]}")
@@ -64,16 +64,17 @@ def solved_figure(form: LogicForm) -> str | None:
     It is solved by the facts alone: not by what the picture suggests, and with no fact left out.
     Returns None where the facts do not determine the answer.
     """
-    solution = solve_form(form, looks=False, repair=False)
-    if solution.status != "answered" or solution.figure is None:
+    verdict = solve_form(form, try_looks=False, try_repair=False)
+    if verdict.status != "answered" or verdict.figure is None:
         return None
-    return figure_as_json(solution.figure)
+    return figure_as_json(verdict.figure)
 
 
-def _solve_small_form(form: LogicForm, *, looks: bool, repair: bool) -> Verdict:
+def _solve_small_form(form: LogicForm, *, try_looks: bool, try_repair: bool) -> Verdict:
     """Return the verdict on a form that is not too large.
 
-    A form may have any text in its facts, so any error in reading it gives the verdict `unread`.
+    `try_looks` and `try_repair` are as in `solve_form`. A form may have any text in its facts, so
+    any error in reading it gives the verdict `unread`.
     """
     try:
         reading = read_facts(form)
@@ -92,7 +93,8 @@ def _solve_small_form(form: LogicForm, *, looks: bool, repair: bool) -> Verdict:
     unread = tuple(describe_unread_facts(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
-    return replace(_solve_reading(form, reading=reading, looks=looks, repair=repair), unread=unread)
+    verdict = _solve_reading(form, reading=reading, try_looks=try_looks, try_repair=try_repair)
+    return replace(verdict, unread=unread)
 
 
 def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
@@ -111,39 +113,43 @@ def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
         yield f"{position}, {str(term)!r:.60}: {reason}"
 
 
-def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
+def _solve_reading(
+    form: LogicForm, reading: Reading, *, try_looks: bool, try_repair: bool
+) -> Verdict:
     """Return the verdict on a form whose facts and question are read.
 
-    The first of these that applies decides:
+    `try_looks` and `try_repair` are as in `solve_form`. The first of these that applies decides:
 
     1. The facts determine the goal, without an assumption from the picture.
-    2. The angles alone determine it, and the search for a figure gave no answer.
-    3. The facts determine it with an assumption from the picture (`reading.assumed`).
+    2. The facts determine it with an assumption from the picture (`reading.assumed`).
+    3. The angles alone determine it.
     4. The facts leave it open; then what only the picture shows is tried.
     5. Several figures fit.
     6. Figures fit only with the points of a line in another order.
-    7. The facts contradict each other.
+    7. The facts contradict each other, or only a figure fits in which points fall together, with
+       the status `collapsed`.
     """
     budget = Budget(EVALUATIONS)
     problem = FigureProblem(reading)
     outcome = choose_outcome(problem, budget)
-    if outcome.status == "answered" and not reading.assumed:
+    if outcome.status == "answered":
+        if reading.assumed:
+            return _verdict_by_looks(form, problem, outcome)
         return _verdict_by_facts(form, problem, outcome)
     by_angles = _verdict_by_angles(reading)
-    if by_angles is not None and outcome.status in ("open", "conflict", "collapsed", "ambiguous"):
+    if by_angles is not None:
         return by_angles
-    if outcome.status == "answered":
-        return _verdict_by_looks(form, problem, outcome)
-    if outcome.status == "open" and looks:
-        return _try_looks(form, problem=problem, outcome=outcome, budget=budget)
+    if outcome.status == "open" and try_looks:
+        return _verdict_after_looks(form, problem=problem, outcome=outcome, budget=budget)
     if outcome.status == "open":
-        return _verdict_of_open_goal(form, problem, outcome)
+        return _verdict_of_open_goal(problem, outcome)
     if outcome.status == "ambiguous":
         return _verdict_of_rivals(problem, outcome)
     if outcome.disordered_lines:
         return _verdict_of_disorder(outcome)
-    if not repair:
-        return Verdict(status=outcome.status, why=_describe_conflict(outcome, None, reading))
+    if not try_repair:
+        why = _describe_conflict(outcome, conflict=None, reading=reading)
+        return Verdict(status=outcome.status, why=why)
     return _verdict_of_conflict(form, problem, outcome, budget)
 
 
@@ -242,14 +248,12 @@ def _verdict_by_looks(form: LogicForm, problem: FigureProblem, outcome: Outcome)
     )
 
 
-def _try_looks(
+def _verdict_after_looks(
     form: LogicForm, problem: FigureProblem, outcome: Outcome, budget: Budget
 ) -> Verdict:
     """Return the verdict on an open goal, after trying what the picture shows beside the facts."""
-    # Level 1 assumes that lines are tangent as they look. Level 2 also assumes right angles,
-    # parallels and centres on chords.
-    for level in (1, 2):
-        reading = read_facts(form, looks=level)
+    for looks in ("tangents", "everything"):
+        reading = read_facts(form, looks=looks)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
         trial = FigureProblem(reading)
@@ -259,10 +263,10 @@ def _try_looks(
         # An assumption from the picture has to lead to a figure that looks like the picture.
         if is_answered and solution is not None and solution.faults == 0:
             return _verdict_by_looks(form, trial, trial_outcome)
-    return _verdict_of_open_goal(form, problem, outcome)
+    return _verdict_of_open_goal(problem, outcome)
 
 
-def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, outcome: Outcome) -> Verdict:
+def _verdict_of_open_goal(problem: FigureProblem, outcome: Outcome) -> Verdict:
     """Return the verdict where the facts leave the goal free; it names two possible values."""
     values = [value for value in (outcome.value, *outcome.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
@@ -273,9 +277,10 @@ def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, outcome: Outc
 
 
 def _verdict_of_rivals(problem: FigureProblem, outcome: Outcome) -> Verdict:
-    """Return the verdict where several figures fit, or only one, of which nobody can be sure.
+    """Return the verdict where several figures fit, or only one, which is in doubt.
 
     A single figure is in doubt where it differs from the picture, or where there is no picture.
+    `problem.places` has the places of points in the picture; it is empty without one.
     """
     values = [value for value in (outcome.value, *outcome.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])

@@ -23,23 +23,23 @@ def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
 
 
 def are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
-    """Tell whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
+    """Tell whether each row, of length 1 or 0, is a sum of multiples of the rows of `span`."""
     return all(is_in_span(row, span) for row in rows)
 
 
-def is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
-    """Tell whether a row of length 1 or 0 is a sum of multiples of the rows."""
-    return not row.any() or length_outside(row, rows) < MAX_SHARE_OUTSIDE_SPAN
+def is_in_span(row: Vector, span: Sequence[Vector]) -> bool:
+    """Tell whether a row of length 1 or 0 is a sum of multiples of the rows of `span`."""
+    return not row.any() or length_outside(row, span) < MAX_SHARE_OUTSIDE_SPAN
 
 
-def length_outside(row: Vector, rows: Sequence[Vector]) -> float:
-    """Return the length of the part of a row that is no sum of multiples of the rows.
+def length_outside(row: Vector, span: Sequence[Vector]) -> float:
+    """Return the length of the part of a row that is no sum of multiples of the rows of `span`.
 
     It is the least length of x1 * row1 + x2 * row2 + ... - row for any factors x. For example, of
     (3, 4) and the one row (1, 0) it is 4.
     """
-    if not rows:
+    if not span:
         return float(np.linalg.norm(row))
-    matrix = np.stack(rows, axis=1)
-    shares, *_ = np.linalg.lstsq(matrix, row, rcond=1e-9)
-    return float(np.linalg.norm(matrix @ shares - row))
+    matrix = np.stack(span, axis=1)
+    factors, *_ = np.linalg.lstsq(matrix, row, rcond=1e-9)
+    return float(np.linalg.norm(matrix @ factors - row))

@@ -93,7 +93,7 @@ class Starts:
         for i, name in enumerate(system.unknowns, start=system.first_unknown):
             # Drawn for every unknown, also where the value is not used.
             random_value = random.uniform(1, 30)
-            state[i] = self._unknown(
+            state[i] = self._first_value(
                 name, start_number=start_number, random_value=random_value, state=state
             )
         return state
@@ -119,7 +119,7 @@ class Starts:
         """Return a point's place in the picture, from the middle, in shares of its size."""
         return (self.places[point] - self.middle) / self.scale.pixels
 
-    def _unknown(
+    def _first_value(
         self, name: str, *, start_number: int, random_value: float, state: Vector
     ) -> float:
         """Return where a letter, a radius or a numbered angle begins.
@@ -191,16 +191,16 @@ class Starts:
         is around 0 with a radius of 0.5, half of the figure's size. Of n corners number k lies at
         k/n of the full turn, shifted by up to a fifth of a step. A random corner is number 0.
         """
-        is_placed: set[str] = set()
+        placed_corners: set[str] = set()
         for names in self.convex:
             first_step = random.permutation(len(names))[0]
             for offset, name in enumerate(names):
-                if name not in is_placed:
+                if name not in placed_corners:
                     step = first_step + offset
                     turn = math.tau * (step + random.uniform(-0.2, 0.2)) / len(names)
                     direction = np.array([math.cos(turn), math.sin(turn)])
                     places[self.system.index_by_point[name]] = 0.5 * direction
-            is_placed.update(names)
+            placed_corners.update(names)
 
     def _fit_radii(self, state: Vector, places: Vector) -> None:
         """Set each radius in `state` to the mean distance of the circle's points from the centre.

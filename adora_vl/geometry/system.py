@@ -157,14 +157,14 @@ class System(UnknownsLayout):
         """
         linear: list[Equal] = []
         differences: list[LinearSum[Quantity]] = []
-        self._curved: list[Equal] = []
+        self._nonlinear_equations: list[Equal] = []
         for equation in equations:
             difference = Arithmetic(function="-", parts=(equation.left, equation.right))
             try:
                 differences.append(linear_sum(difference, _sum_of_atom))
                 linear.append(equation)
             except NotLinearError:
-                self._curved.append(equation)
+                self._nonlinear_equations.append(equation)
         self._linear_factors = np.zeros((len(linear), len(self.atoms.row_by_atom)))
         for row, difference_of_row in enumerate(differences):
             for atom, factor in difference_of_row.factors.items():
@@ -175,7 +175,7 @@ class System(UnknownsLayout):
             [equation.unit == "degrees" for equation in linear], dtype=bool
         )
         self._stated_angles = self._find_stated_angles()
-        return [*linear, *self._curved]
+        return [*linear, *self._nonlinear_equations]
 
     def _find_stated_angles(self) -> list[tuple[int, int]]:
         """Return the row of each linear equation of one angle and letters, and the angle's column.
@@ -226,7 +226,10 @@ class System(UnknownsLayout):
             groups.append(_Residuals(values=means, slopes=self._mean_factors))
         if len(self._linear_factors):
             groups.append(self._linear_equations(values, gradient))
-        groups += [self._curved_equation(equation, values, gradient) for equation in self._curved]
+        groups += [
+            self._nonlinear_equation(equation, values, gradient)
+            for equation in self._nonlinear_equations
+        ]
         if not groups:
             return np.zeros(0), np.zeros((0, self.count))
         residuals = np.concatenate([group.values for group in groups])
@@ -328,7 +331,7 @@ class System(UnknownsLayout):
                 count += 1
         return count
 
-    def _curved_equation(
+    def _nonlinear_equation(
         self, equation: Equal, values: Vector, gradient: Vector | None
     ) -> _Residuals:
         """Return the residual of one equation that is not linear.

@@ -118,28 +118,30 @@ def _split_into_pieces(plain: str) -> list[tuple[str, str]]:
 class _SideParser:
     """Parses the pieces of one side: sums, products, quotients and squares of measures.
 
-    Each piece is its kind and its text. `next` is the number of the piece that is read next, and
-    `depth` how deep the brackets are nested.
+    Each piece is its kind and its text. `next_index` is the index of the piece that is read next,
+    and `depth` how deep the brackets are nested.
     """
 
     def __init__(self, draft: Draft, pieces: Sequence[tuple[str, str]]) -> None:
         self.draft = draft
         self.pieces = list(pieces)
-        self.next = 0
+        self.next_index = 0
         self.depth = 0
 
     def peek(self) -> str:
         """Return the next sign, or the kind of the next piece; empty at the end."""
-        if self.next >= len(self.pieces):
+        if self.next_index >= len(self.pieces):
             return ""
-        kind, text = self.pieces[self.next]
+        kind, text = self.pieces[self.next_index]
         return text if kind == "sign" else kind
 
     def all(self) -> Term:
         """Return the term of all pieces. Raises `SentenceError` where some remain."""
         side = self.sum()
-        if self.next < len(self.pieces):
-            raise SentenceError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
+        if self.next_index < len(self.pieces):
+            raise SentenceError(
+                f"{self.pieces[self.next_index][1]!r} stands where nothing can stand"
+            )
         return side
 
     def sum(self) -> Term:
@@ -152,24 +154,24 @@ class _SideParser:
             raise SentenceError(f"it has brackets over {_MAX_BRACKETS} deep")
         side = self.product()
         while self.peek() in ("+", "-"):
-            head = "Add" if self.pieces[self.next][1] == "+" else "Sub"
-            self.next += 1
+            head = "Add" if self.pieces[self.next_index][1] == "+" else "Sub"
+            self.next_index += 1
             side = make_term(head, side, self.product())
         self.depth -= 1
         return side
 
     def product(self) -> Term:
         """Parse powers with times, divided by or nothing between them: `2 AB` is a product too."""
-        side = self.power()
+        product = self.power()
         while True:
             sign = self.peek()
             if sign in ("*", "/"):
-                self.next += 1
-                side = make_term("Mul" if sign == "*" else "Div", side, self.power())
+                self.next_index += 1
+                product = make_term("Mul" if sign == "*" else "Div", product, self.power())
             elif sign and sign not in ("+", "-", ")"):
-                side = make_term("Mul", side, self.power())
+                product = make_term("Mul", product, self.power())
             else:
-                return side
+                return product
 
     def power(self) -> Term:
         """Parse a measure, a value or a bracket, squared as often as `^2` stands behind it.
@@ -177,30 +179,30 @@ class _SideParser:
         A square binds closer than a product or a minus before it: `2 * AB^2` is twice the square.
         """
         if self.peek() == "-":
-            self.next += 1
+            self.next_index += 1
             return make_term("Sub", Term(head="0"), self.power())
-        side = self.atom()
+        power = self.atom()
         while self.peek() == "^":
-            self.next += 1
-            if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
+            self.next_index += 1
+            if self.next_index >= len(self.pieces) or self.pieces[self.next_index][1] != "2":
                 raise SentenceError("only squares are known behind ^ here")
-            self.next += 1
-            side = make_term("SquareOf", side)
-        return side
+            self.next_index += 1
+            power = make_term("SquareOf", power)
+        return power
 
     def atom(self) -> Term:
         """Parse a bracket, a measure or a value. Raises `SentenceError` for anything else."""
-        if self.next >= len(self.pieces):
+        if self.next_index >= len(self.pieces):
             raise SentenceError("something is missing behind a sign")
-        kind, text = self.pieces[self.next]
-        self.next += 1
+        kind, text = self.pieces[self.next_index]
+        self.next_index += 1
         if kind == "sign":
             if text != "(":
                 raise SentenceError(f"{text!r} stands where nothing can stand")
             side = self.sum()
             if self.peek() != ")":
                 raise SentenceError("a bracket is not closed")
-            self.next += 1
+            self.next_index += 1
             return side
         return _READER_BY_ATOM_KIND[kind](self.draft, text)
 

@@ -42,19 +42,19 @@ _BEFORE_MEASURE = rf"\(?\s*(?:\\(?:measured)?angle|∠|{_ARC}|(?:arc|angle|minor
 # stands behind its name there ("the AB's length is 5"), so that only words that change nothing are
 # passed over: an area or a perimeter stays unread.
 _CHINESE_PATTERNS: tuple[tuple[str, str, str], ...] = (
-    ("han", "whether", "是否"),
-    ("han", "if", "如果|假设|假如|若"),
-    ("han", "let", "设|令"),
-    ("han", "not", "不等于|不是|并非|不"),
-    ("han", "maybe", "可能|也许|大概|应该|猜"),
+    ("chinese", "whether", "是否"),
+    ("chinese", "if", "如果|假设|假如|若"),
+    ("chinese", "let", "设|令"),
+    ("chinese", "not", "不等于|不是|并非|不"),
+    ("chinese", "maybe", "可能|也许|大概|应该|猜"),
     ("sign", ";", "求得|解得|可得|得到|得出|得|即|所以|因此|因为|由于"),
-    ("han", "find", "求"),
+    ("chinese", "find", "求"),
     ("sign", "=", "的?(?:度数|长度|长|大小|值)?(?:约?等于|约?为|约?是)"),
     ("sign", "∥", "平行于"),
     ("sign", "⊥", "垂直于"),
-    ("han", "triangle", "三角形"),
-    ("han", "angle", "(?<![直三平])角(?=[A-Z0-9])"),
-    ("han", "arc", "弧(?=[A-Z])"),
+    ("chinese", "triangle", "三角形"),
+    ("chinese", "angle", "(?<![直三平])角(?=[A-Z0-9])"),
+    ("chinese", "arc", "弧(?=[A-Z])"),
     ("sign", "°", "度"),
     ("sign", ".", "。"),
     ("sign", ",", "[，、]"),
@@ -131,10 +131,10 @@ def split_into_tokens(text: str) -> list[ResponseToken]:
 
 
 class _Splitter:
-    """Goes through a text once, from left to right, and collects its tokens.
+    r"""Goes through a text once, from left to right, and collects its tokens.
 
     `is_apart` and `is_math` are those of the next token. `open_braces` has for each open brace
-    whether it shows nothing by itself.
+    whether it belongs to a command such as `\text`, so that nothing shows it.
     """
 
     def __init__(self, text: str) -> None:
@@ -142,7 +142,7 @@ class _Splitter:
         self.tokens: list[ResponseToken] = []
         self.is_apart = True
         self.is_math = False
-        self.open_braces: list[bool] = []  # for each open brace, whether it shows nothing
+        self.open_braces: list[bool] = []
 
     def run(self) -> None:
         """Fill `tokens`: at each place the first pattern of the table that fits is taken.
@@ -200,8 +200,8 @@ class _Splitter:
             self._add("points", spelling.replace("′", "'"), start, end)
         elif kind == "number":
             self._add("number", spelling, start, end)
-        elif kind in ("word", "han"):
-            self._add_word(spelling, start, end, is_chinese=kind == "han")
+        elif kind in ("word", "chinese"):
+            self._add_word(spelling, start, end, is_chinese=kind == "chinese")
         else:
             self._add("sign", spelling, start, end)
 

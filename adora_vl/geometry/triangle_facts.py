@@ -100,11 +100,11 @@ def foot_relations(
         return
     # Without a triangle the foot is the end that lies within another line of the picture.
     for top, foot_point in (line, line[::-1]):
-        for row in measures.drawing.all_lines:
-            if foot_point in row[1:-1] and top not in row:
-                position = row.index(foot_point)
-                beside = (row[position - 1], row[position + 1])
-                yield _foot_relation((top, foot_point), foot_point, beside, is_median=is_median)
+        for drawn_line in measures.drawing.all_lines:
+            if foot_point in drawn_line[1:-1] and top not in drawn_line:
+                position = drawn_line.index(foot_point)
+                base_ends = (drawn_line[position - 1], drawn_line[position + 1])
+                yield _foot_relation((top, foot_point), foot_point, base_ends, is_median=is_median)
                 return
     raise UnreadError(f"the form does not say where {''.join(line)} stands")
 
@@ -132,10 +132,10 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
     yield Mean(point=point, points=tuple(names))
     for corner in names:
         ends = [name for name in names if name != corner]
-        for row in drawing.all_lines:
-            if corner not in row or point not in row:
+        for line in drawing.all_lines:
+            if corner not in line or point not in line:
                 continue
-            for foot in row:
+            for foot in line:
                 if foot not in names and drawing.are_on_one_line((foot, *ends)):
                     yield Mean(point=foot, points=tuple(ends))
 

@@ -45,7 +45,7 @@ def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
 
 
 def extent_of(places: Collection[complex]) -> tuple[float, float]:
-    """Return how wide and how high a number of places lie; there has to be one at least."""
-    wide = max(location.real for location in places) - min(location.real for location in places)
-    high = max(location.imag for location in places) - min(location.imag for location in places)
-    return wide, high
+    """Return the width and the height of one or more places together."""
+    width = max(location.real for location in places) - min(location.real for location in places)
+    height = max(location.imag for location in places) - min(location.imag for location in places)
+    return width, height

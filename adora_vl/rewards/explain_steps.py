@@ -52,7 +52,7 @@ def read_figure_file(path: Path) -> str:
     form = _parse_logic_form(text, path)
     if form is None:  # the file has a solved figure already
         return text
-    result = solve_form(form, repair=False)
+    result = solve_form(form, try_repair=False)
     if result.status != "answered" or result.figure is None:
         raise UserError(
             f"--figure: {str(path)!r} has no figure to check claims on: {result.status}, "

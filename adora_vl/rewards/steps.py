@@ -111,9 +111,8 @@ def check_claims(response: str, figure: str) -> ClaimCheck:
             f"column 'figure': {figure!r:.60} is no solved figure ({error}); make the rows anew "
             "with `python -m data_prep geometry3k --source facts`, or leave it null"
         ) from error
-    # `room` is how many new claims there can be: what the given values do not settle.
     claims = tuple(checked_figure.claims(text_up_to_answer(response)))
-    return ClaimCheck(claims=claims, max_new_claims=checked_figure.room)
+    return ClaimCheck(claims=claims, max_new_claims=checked_figure.max_new_claims)
 
 
 def check_claims_if_possible(response: str, figure: str | None) -> ClaimCheck | None:

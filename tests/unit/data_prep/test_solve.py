@@ -311,7 +311,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         assert row["meta"]["kind"] == original
         assert number.isdecimal()
         figure = figure_from_json(row["figure"])
-        solved_again = solve_form(figure.form, looks=False)
+        solved_again = solve_form(figure.form, try_looks=False)
         assert solved_again.status == "answered"
         assert float(solved_again.value) == pytest.approx(float(solve_form(figure.form).value))
         if solved_again.answer is not None:

@@ -257,7 +257,7 @@ def test_a_theorem_of_a_circle_is_new_although_its_points_are_given() -> None:
 
 def test_a_figure_that_its_values_settle_leaves_no_room() -> None:
     """A side and two angles determine the triangle, so no claim about it counts as a step."""
-    assert checked_figure_from(SETTLED_FACTS).room == 0
+    assert checked_figure_from(SETTLED_FACTS).max_new_claims == 0
     assert (
         count_steps(
             checked_figure_from(SETTLED_FACTS).claims(
@@ -266,7 +266,7 @@ def test_a_figure_that_its_values_settle_leaves_no_room() -> None:
         )
         == 0
     )
-    assert checked_figure_from(ISOSCELES_FACTS).room > 0
+    assert checked_figure_from(ISOSCELES_FACTS).max_new_claims > 0
 
 
 def test_the_answer_itself_is_no_step() -> None:

@@ -230,7 +230,7 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     result = solve_form(form)
     assert (result.status, result.basis, result.answer) == ("open", "looks", "5")
     assert result.assumed == ("angle BAC is a right angle",)
-    assert solve_form(form, looks=False).value is None
+    assert solve_form(form, try_looks=False).value is None
 
 
 @pytest.mark.parametrize(
