@@ -95,7 +95,7 @@ class Answer:
 
     @property
     def is_structured(self) -> bool:
-        """Whether it is more than a single value; a value with a name is a form too."""
+        """Whether it has several values, a relation or an interval, or one value with a name."""
         return self.name != "" or not (self.is_value or self.type == "unreadable")
 
 
@@ -118,10 +118,8 @@ _NO_VALUE_PATTERNS = (
     ),
     ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
     ("equation", re.compile(r"=|≡|\\equiv")),
-    (
-        "percentage",
-        re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
-    ),  # a per cent sign in a text that `_parse_percentage` could not read
+    # A per cent sign in a text that `_parse_percentage` could not read.
+    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct")),
 )
 NO_VALUE_REASONS = frozenset(reason for reason, _ in _NO_VALUE_PATTERNS)
 # An answer with one of these reasons is `unparseable`: it could not be read, so it may be right.

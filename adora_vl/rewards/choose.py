@@ -246,7 +246,7 @@ def parse_reward_entries(entries: Sequence[RewardEntry]) -> list[RequestedReward
     requested: list[RequestedReward] = []
     for name, options in named_rewards(entries):
         if is_users_file(name):
-            requested.append(RequestedReward(name, options))
+            requested.append(RequestedReward(name=name, options=options))
             continue
         if name not in _OPTIONS_CLASS_BY_NAME and ":" in name:
             raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
@@ -259,7 +259,7 @@ def parse_reward_entries(entries: Sequence[RewardEntry]) -> list[RequestedReward
         # An option without a value, such as `timeout:` in YAML, gets its default.
         set_options = {option: value for option, value in options.items() if value is not None}
         converted_options = convert(key, set_options, _OPTIONS_CLASS_BY_NAME[name])
-        requested.append(RequestedReward(name, converted_options))
+        requested.append(RequestedReward(name=name, options=converted_options))
     return requested
 
 
@@ -326,7 +326,7 @@ def choose_rewards(
     # Two entries with different names may still have functions of the same name: the function of
     # `accuracy` is `accuracy_reward`, and a user may have written another function of that name.
     _refuse_repeated_names(names, function_names)
-    return RewardSet(tuple(names), tuple(functions), hash_by_file)
+    return RewardSet(entries=tuple(names), functions=tuple(functions), hashes=hash_by_file)
 
 
 def reward_function(
@@ -418,9 +418,8 @@ def call_once(
         failures=failures,
         unscored=unscored,
     )
-    rewards: list[float | None] = (
-        asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
-    )
+    returned = call(**arguments)
+    rewards: list[float | None] = asyncio.run(returned) if is_async(function) else returned
     # A `UserError` explains the mistake itself. Any other failure is an error in the function, and
     # the message names the row.
     if failures and failures[0].is_users_mistake:

@@ -27,16 +27,14 @@ from adora_vl.rewards.structured import parse_structured
 from adora_vl.rewards.value_names import NAMED_VALUE_PATTERN
 
 _DECIMAL_COMMA_PATTERN = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
-_THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(
-    r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+"
-)  # `1.234,5`
+# `1.234,5`
+_THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")
 _APPROXIMATION_PATTERN = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
 # A decimal of at least three digits, such as 3.14, which is probably rounded. 0.5 may be exact.
 _ROUNDED_DECIMAL_PATTERN = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
 _NUMBER_IN_DIGITS_PATTERN = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
-_LETTER_BEHIND_NUMBER_PATTERN = re.compile(
-    r"([+-]?[0-9.]*[0-9]) ?([hgLl])"
-)  # hours, grams or litres, if the other side of the comparison has a unit
+# Hours, grams or litres, if the other side of the comparison has a unit.
+_LETTER_BEHIND_NUMBER_PATTERN = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")
 _FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
@@ -64,13 +62,12 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
-    # `3,5` is 3.5 for a number, and `x = 5` is 5. `L` in `5 L` is litres if the other side has a
-    # unit.
+    # `3,5` is 3.5 for a number, and `x = 5` is 5.
     value = _parse_decimal_comma(answer) if reference.number else None
+    if value is None:
+        value = _without_name(answer, reference)
     return compare_values(
-        value or _without_name(answer, reference),
-        _with_letter_as_unit(reference, opposite=answer),
-        rounding=rounding,
+        value, _with_letter_as_unit(reference, opposite=answer), rounding=rounding
     )
 
 
@@ -154,10 +151,9 @@ def _without_name(answer: Answer, reference: Answer) -> Answer:
         name, value_text = name_and_value
         value = parse_value(value_text)
     # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
-    if value.type == "expression" and (
-        name == value.text or name in unknown_names(value.tree or ())
-    ):
-        return Answer("unreadable", answer.text, "equation")
+    has_name_inside = name == value.text or name in unknown_names(value.tree or ())
+    if value.type == "expression" and has_name_inside:
+        return Answer(type="unreadable", text=answer.text, reason="equation")
     return value
 
 
@@ -207,14 +203,15 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
     named_answer = _adapt_function_name(answer, opposite=reference)
     named_reference = _adapt_function_name(reference, opposite=answer)
     if _have_different_names(named_answer, named_reference):
-        pair = ComparedPart(named_answer.name, named_reference.name, "different_label")
-        return wrong_result("different_label", pair)
+        names = ComparedPart(
+            answer=named_answer.name, reference=named_reference.name, reason="different_label"
+        )
+        return wrong_result("different_label", names)
     # A point may be answered as a sum of unit vectors.
     if _is_point(named_reference) and named_answer.type == "expression" and named_answer.tree:
         return _compare_vectors(named_answer, named_reference)
-    return _compare_by_type(
-        _convert_to_type_of(named_reference, named_answer), named_reference, rounding=rounding
-    )
+    converted_answer = _convert_to_type_of(named_reference, named_answer)
+    return _compare_by_type(converted_answer, named_reference, rounding=rounding)
 
 
 def _is_point(answer: Answer) -> bool:
@@ -259,8 +256,7 @@ def _compare_by_type(answer: Answer, reference: Answer, *, rounding: bool) -> Co
         return _compare_lists(answer, reference, rounding=rounding)
     if answer.is_value and reference.is_value:
         result = compare_values(answer, reference, rounding=rounding)
-        pair = ComparedPart(_text_with_name(answer), _text_with_name(reference), result.reason)
-        return replace(result, pairs=(pair,))
+        return replace(result, pairs=(_compared_part(answer, reference, result.reason),))
     if answer.type != reference.type:
         return wrong_result("different_form")
     if reference.type in {"equation", "inequality"}:
@@ -322,7 +318,7 @@ def _convert_to_point(answer: Answer, dimensions: int) -> Answer | None:
     if answer.type != "unordered" or answer.name:
         return None
     names = [undecorated_name(part.name) for part in answer.parts]
-    axes = list("xyz")[:dimensions]
+    axes = ["x", "y", "z"][:dimensions]
     if sorted(names) != axes:
         return None
     parts = [answer.parts[names.index(axis)] for axis in axes]
@@ -373,6 +369,12 @@ def _convert_to_list_of_letters(answer: Answer, reference: Answer) -> Answer:
     return replace(answer, type="unordered", parts=tuple(parse_value(letter) for letter in letters))
 
 
+def _compared_part(part: Answer, reference_part: Answer | None, reason: str) -> ComparedPart:
+    """Return how a part was compared; `reference_part` is None where no part is its partner."""
+    reference_text = "-" if reference_part is None else _text_with_name(reference_part)
+    return ComparedPart(answer=_text_with_name(part), reference=reference_text, reason=reason)
+
+
 def _text_with_name(answer: Answer) -> str:
     """Return the text of an answer; for a single value with its name: `x=5`."""
     return f"{answer.name}={answer.text}" if answer.name and answer.is_value else answer.text
@@ -416,9 +418,7 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
     pairs = []
     for part, reference_part in zip(answer.parts, reference.parts, strict=True):
         result = _compare_structured(part, reference_part, rounding=rounding)
-        pairs.append(
-            ComparedPart(_text_with_name(part), _text_with_name(reference_part), result.reason)
-        )
+        pairs.append(_compared_part(part, reference_part, result.reason))
         if result.verdict != "correct":
             return replace(result, reason="different_part", pairs=tuple(pairs))
     return correct_result("same_parts", *pairs)
@@ -465,10 +465,10 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
                 partner = candidate
                 break
         if partner is None:
-            pairs.append(ComparedPart(_text_with_name(part), "-", "different_part"))
+            pairs.append(_compared_part(part, reference_part=None, reason="different_part"))
             return wrong_result("different_part", *pairs)
         remaining.remove(partner)
-        pairs.append(ComparedPart(_text_with_name(part), _text_with_name(partner), "same_part"))
+        pairs.append(_compared_part(part, partner, "same_part"))
     return correct_result("same_parts", *pairs)
 
 

@@ -66,12 +66,12 @@ class ComparisonResult:
 
 def correct_result(reason: str, *pairs: ComparedPart) -> ComparisonResult:
     """Return the result for a right answer, with the rule that decided."""
-    return ComparisonResult("correct", reason, pairs)
+    return ComparisonResult(verdict="correct", reason=reason, pairs=pairs)
 
 
 def wrong_result(reason: str, *pairs: ComparedPart) -> ComparisonResult:
     """Return the result for a wrong answer, with the rule that decided."""
-    return ComparisonResult("wrong", reason, pairs)
+    return ComparisonResult(verdict="wrong", reason=reason, pairs=pairs)
 
 
 def result_without_value(answer: Answer) -> ComparisonResult:
@@ -81,7 +81,7 @@ def result_without_value(answer: Answer) -> ComparisonResult:
     right. For any other reason, such as `enumeration`, it is wrong.
     """
     verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
-    return ComparisonResult(verdict, answer.refusal_reason or answer.reason)
+    return ComparisonResult(verdict=verdict, reason=answer.refusal_reason or answer.reason)
 
 
 def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
@@ -103,9 +103,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     is_compared_by_text = (
         answer.type in {"text", "expression", "percentage"} or answer.reason == "not_read"
     )
-    if is_compared_by_text and (
-        _unify_text_spelling(answer.text) == _unify_text_spelling(reference.text)
-    ):
+    if is_compared_by_text and _have_same_text(answer, reference):
         return correct_result("same_text")
     # `ratio` has the terms of a text such as `3:4`, and is empty for any other answer.
     if reference.number is None and reference.ratio:
@@ -118,9 +116,9 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if (answer.type == "percentage") != (reference.type == "percentage"):
         reason = "percentage" if answer.type == "percentage" else "different_text"
         return wrong_result(reason)
-    is_answer_undone = answer.number and answer.number.is_unevaluated
-    is_reference_undone = reference.number and reference.number.is_unevaluated
-    if is_answer_undone and not is_reference_undone:
+    has_answer_undone = answer.number and answer.number.is_unevaluated
+    has_reference_undone = reference.number and reference.number.is_unevaluated
+    if has_answer_undone and not has_reference_undone:
         return wrong_result("unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
         return _compare_numbers(
@@ -168,7 +166,7 @@ def _compare_numbers(
     if may_be_rounded and is_rounding_of(answer_text, reference.value):
         return correct_result("rounded")
     if is_same is None:
-        return ComparisonResult("unparseable", "undecided")
+        return ComparisonResult(verdict="unparseable", reason="undecided")
     return wrong_result("different_number")
 
 
@@ -199,7 +197,7 @@ def _compare_functions(answer: ExpressionTree, reference: ExpressionTree) -> Com
         return correct_result("same_value")
     if outcome == "different":
         return wrong_result("different_expression")
-    return ComparisonResult("unparseable", outcome)
+    return ComparisonResult(verdict="unparseable", reason=outcome)
 
 
 def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
@@ -268,13 +266,17 @@ def _may_be_radians(answer: Answer) -> bool:
     return answer.number is not None and answer.number.magnitude < 2 * math.pi
 
 
-def _unify_text_spelling(text: str) -> str:
-    """Return a canonical text in the spelling in which texts are compared.
+def _have_same_text(answer: Answer, reference: Answer) -> bool:
+    """Return whether two answers have the same text.
 
     Spaces between letters, capital letters of words, and the order of letters in the name of a
     figure do not count.
     """
-    return join_letters(_RIGHT_ANGLED_PATTERN.sub("right", unify_figure_names(text)))
+    answer_text, reference_text = [
+        join_letters(_RIGHT_ANGLED_PATTERN.sub("right", unify_figure_names(side.text)))
+        for side in (answer, reference)
+    ]
+    return answer_text == reference_text
 
 
 def join_letters(text: str) -> str:

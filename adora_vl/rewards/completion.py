@@ -21,9 +21,8 @@ _BRACE_OR_BOX_PATTERN = re.compile(
     rf"{_BOX_OPENING_PATTERN.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}"
 )
 _UNFINISHED_BOX_PATTERN = re.compile(rf"{_BOX_OPENING_PATTERN.pattern}\s*\Z")
-_SPACE_CHARACTERS = (
-    " \t\n\r"  # no form feed: at the start it is what careless JSON has left of `\frac`
-)
+# No form feed: at the start it is what careless JSON has left of `\frac`.
+_SPACE_CHARACTERS = " \t\n\r"
 ANSWER_TAGS = ("<answer>", "</answer>")
 Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
@@ -66,8 +65,7 @@ def last_boxed(response: str) -> str | None:
     if not boxes:
         return None
     # Boxes are in the order of their closing braces, so the last one is the outermost, and a box
-    # directly inside stands before it. Offsets: `start` of `\boxed`, `content_start` behind its
-    # brace, `end` of its closing brace.
+    # directly inside stands before it.
     box = boxes.pop()
     for inner_box in reversed(boxes):
         if inner_box.start < box.content_start:
@@ -109,11 +107,13 @@ def _complete_boxes(response: str) -> list[_Box]:
             depth += 1
         elif _BOX_OPENING_PATTERN.fullmatch(piece):
             depth += 1
-            open_boxes.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
+            open_boxes.append(_OpenBox(depth=depth, start=match.start(), content_start=match.end()))
         elif piece == "}":
             if open_boxes and open_boxes[-1].depth == depth:
                 box = open_boxes.pop()
-                complete_boxes.append(_Box(box.start, box.content_start, end=match.start()))
+                complete_boxes.append(
+                    _Box(start=box.start, content_start=box.content_start, end=match.start())
+                )
             depth -= 1  # below 0 after a stray `}` in the prose, which is harmless
     return complete_boxes
 
@@ -336,10 +336,10 @@ def think_answer_format_reward(
     for text in response_texts(completions, thinking_opened):
         # None without the block; nothing ("") must be left behind the block of the answer.
         after_thinking = _text_after_block(text.strip(), THINK_TAGS)
-        is_right = (
-            after_thinking is not None and _text_after_block(after_thinking, ANSWER_TAGS) == ""
-        )
-        rewards.append(float(is_right))
+        after_answer = None
+        if after_thinking is not None:
+            after_answer = _text_after_block(after_thinking, ANSWER_TAGS)
+        rewards.append(float(after_answer == ""))
     return rewards
 
 

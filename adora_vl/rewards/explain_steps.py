@@ -96,11 +96,8 @@ def step_lines(response: str, figure: str) -> list[str]:
 def _claim_line(checked_claim: CheckedClaim) -> str:
     """Return the line of a claim: its verdict, its words, and whether it is the answer itself."""
     words = " ".join(checked_claim.claim.words.split())
-    mark = (
-        "   (the answer itself, no step)"
-        if checked_claim.is_answer and checked_claim.is_true
-        else ""
-    )
+    is_right_answer = checked_claim.is_answer and checked_claim.is_true
+    mark = "   (the answer itself, no step)" if is_right_answer else ""
     return f"{_WORDS_BY_VERDICT[checked_claim.verdict]:<{_VERDICT_WIDTH}}{words}{mark}"
 
 

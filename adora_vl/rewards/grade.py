@@ -118,7 +118,7 @@ def grade(
     start_time = time.perf_counter()
     response = text_after_thinking(response, thinking_opened)
     content = last_answer(response) if answer_tags else last_boxed(response)
-    result = ComparisonResult("unparseable", "no_box")
+    result = ComparisonResult(verdict="unparseable", reason="no_box")
     if content is not None:
         reference = parse_reference(gold)
         answer = parse_answer_for(
@@ -375,14 +375,14 @@ def _parse_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice 
     """
     letter_alone = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text)
     if letter_alone:
-        return _NamedChoice(answer.text, letter=letter_alone[1] or letter_alone[2])
+        return _NamedChoice(text=answer.text, letter=letter_alone[1] or letter_alone[2])
     if not choices:
         return None
     letter_before = _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text)
     letter_behind = _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text)
     # In both patterns each spelling of the letter, such as `(C)` and `C.`, has its own group, and
-    # one of these groups is set. The group of the value is the last one of the first pattern, and
-    # the first one of the second pattern.
+    # one of these groups is set. The value is the last group of the first pattern, and the first
+    # group of the second pattern.
     if letter_before:
         *letter_groups, text_beside = letter_before.groups()
     elif letter_behind:
@@ -397,7 +397,7 @@ def _parse_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice 
         trees = [parse_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknown_names(tree) for tree in trees):
             return None
-    return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
+    return _NamedChoice(text=answer.text, letter=letter.upper(), text_beside=text_beside)
 
 
 def _agrees_with_text_beside(choice: _NamedChoice, value: Answer) -> bool:

@@ -101,7 +101,8 @@ def parse_tree(text: str, *, is_formula: bool = False) -> ExpressionTree:
         raise ParseError("too_large")
     if _deepest_nesting(text) > MAX_NESTING:
         raise ParseError("too_large")
-    tokens = (_FORMULA_TOKEN_PATTERN if is_formula else _TOKEN_PATTERN).findall(text)
+    pattern = _FORMULA_TOKEN_PATTERN if is_formula else _TOKEN_PATTERN
+    tokens = pattern.findall(text)
     if "".join(tokens) != text:
         raise ParseError  # `findall` has skipped a character that no token has
     if sum(symbol in _COSTLY_TOKENS for symbol in tokens) > MAX_COSTLY_TOKENS:
@@ -222,11 +223,11 @@ class _Parser:
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
-        self._next = 0
+        self._next_index = 0  # of the token that is read next
 
     def peek(self) -> str:
         """Return the next token, or an empty string at the end."""
-        return self._tokens[self._next] if self._next < len(self._tokens) else ""
+        return self._tokens[self._next_index] if self._next_index < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
         """Consume the next token and return it. Raises `ParseError` if it is not `expected`.
@@ -236,7 +237,7 @@ class _Parser:
         symbol = self.peek()
         if not symbol or (expected and symbol != expected):
             raise ParseError
-        self._next += 1
+        self._next_index += 1
         return symbol
 
     def sum(self) -> ExpressionTree:
@@ -310,8 +311,9 @@ class _Parser:
         The base has to be a number, an unknown or a group in brackets: `5!`, `n!` or `(n+1)!`.
         `5!!` and `5!^2` are not read.
         """
-        last_symbol = self._tokens[self._next - 1]
-        if last_symbol not in {")", "}"} and base[0] not in {"num", "unknown"}:
+        is_group = self._tokens[self._next_index - 1] in {")", "}"}
+        is_number_or_unknown = base[0] in {"num", "unknown"}
+        if not is_group and not is_number_or_unknown:
             raise ParseError
         self._take("!")
         if self.peek() in {"!", "^"}:
@@ -377,14 +379,13 @@ class _Parser:
         - `3\frac{5}{2}`: refused, since it may be meant as a mixed number or as a product.
         """
         # `\frac{1}{2}` is seven tokens: the command and two integers in braces.
-        fraction_tokens = self._tokens[self._next : self._next + 7]
+        fraction_tokens = self._tokens[self._next_index : self._next_index + 7]
         if len(fraction_tokens) < 7:
             return integer
-        _, _, numerator, first_closing, second_opening, denominator, second_closing = (
-            fraction_tokens
-        )
-        braces = (first_closing, second_opening, second_closing)
-        if braces != ("}", "{", "}") or not (numerator + denominator).isdigit():
+        numerator = fraction_tokens[2]
+        denominator = fraction_tokens[5]
+        braces = [fraction_tokens[index] for index in (3, 4, 6)]
+        if braces != ["}", "{", "}"] or not (numerator + denominator).isdigit():
             return integer  # the fraction stays as the next factor of the product
         self._primary()  # takes the tokens of the fraction
         if int(denominator) == 0:
@@ -406,7 +407,8 @@ class _Parser:
             if not _ROOT_DEGREE_PATTERN.fullmatch(degree):
                 raise ParseError
             self._take("]")
-        return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
+        opening = "(" if self.peek() == "(" else "{"
+        return ("root", int(degree), self._group(opening))
 
     def _call(self, name: str) -> ExpressionTree:
         r"""Parse the exponent, base and argument that follow the command `name` of a function.

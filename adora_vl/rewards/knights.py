@@ -63,10 +63,9 @@ def has_logic_rl_form(text: str) -> bool:
 
     It does not matter what stands around the tags.
     """
+    occur_once = all(text.count(tag) == 1 for tag in _THINK_AND_ANSWER_TAGS)
     positions = [text.find(tag) for tag in _THINK_AND_ANSWER_TAGS]
-    return all(text.count(tag) == 1 for tag in _THINK_AND_ANSWER_TAGS) and positions == sorted(
-        positions
-    )
+    return occur_once and positions == sorted(positions)
 
 
 def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:

@@ -162,11 +162,8 @@ def _mpmath_context() -> Any:
 
 def _exact_result(value: Fraction) -> NumberWithError:
     """Return an exact result, or a number of mpmath where the fraction has too many digits."""
-    return (
-        NumberWithError(value)
-        if _size_in_bits(value) <= MAX_BITS
-        else NumberWithError(value).as_mpmath()
-    )
+    number = NumberWithError(value)
+    return number if _size_in_bits(value) <= MAX_BITS else number.as_mpmath()
 
 
 def _size_in_bits(value: Fraction) -> int:
@@ -197,9 +194,8 @@ def _rounded_result(value: Value, error: float = 0.0) -> NumberWithError:
 
 def pi() -> NumberWithError:
     """Return the number pi."""
-    return _rounded_result(
-        +_mpmath_context().pi
-    )  # the sign makes a number of mpmath's lazy constant
+    # The plus sign makes a number of mpmath's lazy constant.
+    return _rounded_result(+_mpmath_context().pi)
 
 
 def _exponential(number: NumberWithError) -> NumberWithError:

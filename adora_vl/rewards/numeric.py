@@ -70,8 +70,9 @@ def evaluate_closed_form(tree: ExpressionTree) -> NumberWithError:
     """
     # No unknown has a value here, so a tree with one raises `ParseError`.
     number = evaluate_tree(tree, unknown_values=None)
-    if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
-        # A short number, as most answers are, has no arithmetic and is no long decimal.
+    # Most answers are a number of few characters: it has no arithmetic and is no long decimal.
+    is_short_number = tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL
+    if is_short_number:
         return number
     all_subtrees = list(subtrees(tree))
     is_unevaluated = False
@@ -79,7 +80,7 @@ def evaluate_closed_form(tree: ExpressionTree) -> NumberWithError:
         is_unevaluated = any(map(_is_unevaluated_operation, all_subtrees))
     last_digit_growth = None
     if any(map(_is_long_decimal, all_subtrees)):
-        last_digit_growth = _last_digit_growth(tree, number, None)
+        last_digit_growth = _last_digit_growth(tree, number, unknown_values=None)
     return replace(number, is_unevaluated=is_unevaluated, last_digit_growth=last_digit_growth)
 
 
@@ -142,7 +143,10 @@ def _is_rational(tree: ExpressionTree) -> bool:
 
 def _is_integer(exponent: ExpressionTree) -> bool:
     """Return whether an exponent is a rational expression with an integer value."""
-    return _is_rational(exponent) and bool(evaluate_tree(exponent, None).value.denominator == 1)
+    if not _is_rational(exponent):
+        return False
+    number = evaluate_tree(exponent, unknown_values=None)
+    return bool(number.value.denominator == 1)
 
 
 def _is_scientific(
@@ -153,12 +157,10 @@ def _is_scientific(
     The number is from 1 to 10. The operator before the second factor is `*` or `/`.
     """
     operator, second_factor = second_operator_and_factor
-    is_times_power_of_ten = (
-        operator == "*" and second_factor[0] == "power" and second_factor[1] == ("num", "10")
-    )
-    return (
-        is_times_power_of_ten and first_factor[0] == "num" and 1 <= Fraction(first_factor[1]) < 10
-    )
+    is_power_of_ten = second_factor[0] == "power" and second_factor[1] == ("num", "10")
+    if operator != "*" or not is_power_of_ten or first_factor[0] != "num":
+        return False
+    return 1 <= Fraction(first_factor[1]) < 10
 
 
 @lru_cache(maxsize=256)
@@ -248,9 +250,8 @@ def same_number(answer: NumberWithError, reference: NumberWithError) -> bool | N
         if last_digit_growth is None:
             return False
         # The long decimal may still stand for the other value: if less than one unit is between.
-        return distance < min(
-            tolerance, NumberWithError(last_digit_growth).magnitude * _ROUNDED_UNIT
-        )
+        unit_in_last_place = NumberWithError(last_digit_growth).magnitude * _ROUNDED_UNIT
+        return distance < min(tolerance, unit_in_last_place)
     # The values are equal within their errors. This counts only if the errors are small.
     return True if _ERROR_MARGIN * error < tolerance else None
 
@@ -337,7 +338,7 @@ class _ValuePair(NamedTuple):
 def sign_of_factor_between(answer: ExpressionTree, reference: ExpressionTree) -> int:
     """Return the sign of the constant c with `answer = c * reference`, or 0 if there is no such c.
 
-    For example, beside the reference `x-2`, `2x-4` gives 1, `2-x` gives -1, and `x-3` gives 0. Two
+    For example, with the reference `x-2`, `2x-4` gives 1, `2-x` gives -1, and `x-3` gives 0. Two
     inequalities `answer < 0` and `reference < 0` say the same if the sign is 1. The trees are
     compared at six points.
     """
@@ -367,7 +368,7 @@ def _value_pairs(answer: ExpressionTree, reference: ExpressionTree) -> list[_Val
         if isinstance(answer_value, NumberWithError) and isinstance(
             reference_value, NumberWithError
         ):
-            pairs.append(_ValuePair(answer_value, reference_value))
+            pairs.append(_ValuePair(answer=answer_value, reference=reference_value))
         elif answer_value != reference_value:
             return []
     return pairs

@@ -43,9 +43,8 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
 }
-REWARD_FUNCTION_BY_NAME: Mapping[
-    str, RewardFunction
-] = {  # these are not about one mathematical answer
+# Rewards that are not about one mathematical answer.
+REWARD_FUNCTION_BY_NAME: Mapping[str, RewardFunction] = {
     "knights": knights_reward,
     "knights_logic_rl": knights_logic_rl_reward,
     "think_format": think_format_reward,

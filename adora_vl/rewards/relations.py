@@ -109,7 +109,7 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
     # The first side has no sign before it, and counts as one behind an equals sign.
     for sign, value in zip(["=", *signs], values, strict=True):
         if value.type == "number":
-            numbers.append(ChainedNumber(sign, value))
+            numbers.append(ChainedNumber(sign=sign, answer=value))
     all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", link.answer.text) for link in numbers)
     is_without_working = len(numbers) == len(sides) and all_in_digits  # `9 = 9`
     return [] if is_without_working else numbers
@@ -158,7 +158,7 @@ def _subtract_sides(left_side: ExpressionTree, right_side: ExpressionTree) -> Ex
 def parse_equation(text: str, sides: Sequence[str]) -> Answer:
     """Return an equation as the tree that it compares with 0: `2x = 6` as `2x - 6`."""
     tree = _subtract_sides(_parse_side(sides[0]), _parse_side(sides[1]))
-    return Answer("equation", text, relations=(("=", tree),))
+    return Answer(type="equation", text=text, relations=(("=", tree),))
 
 
 def parse_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
@@ -175,7 +175,7 @@ def parse_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> A
     the inequality.
     """
     relations = _compare_with_zero(sides, signs)
-    unsolved_answer = Answer("inequality", text, relations=tuple(relations))
+    unsolved_answer = Answer(type="inequality", text=text, relations=tuple(relations))
     names = frozenset[str]().union(*(unknown_names(tree) for _, tree in relations))
     for name in names:
         # Among several unknowns `|x|` may be one, as in `|x| < a`. `|x-y|` may not: as `|y-x|` it
@@ -226,7 +226,7 @@ def _inequality_with_solution(text: str, name: str, conditions: Sequence[Solutio
     Raises `ParseError` where no number or every number solves it. The reason is `always_true` in
     both cases, since neither says anything of the unknown.
     """
-    solution = JoinedConditions("and", tuple(conditions))
+    solution = JoinedConditions(word="and", parts=tuple(conditions))
     if not excludes_some_but_not_all(solution):
         raise ParseError("always_true")
     return Answer(type="inequality", text=text, name=name, solution=solution)
@@ -242,7 +242,8 @@ def _solve_condition(sign: str, tree: ExpressionTree) -> SingleCondition | None:
         return None
     zero, slope_sign = zero_and_slope_sign
     # A negative slope, as that of `2 - x`, reverses the sign.
-    return SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
+    sign_of_unknown = sign if slope_sign > 0 else REVERSED_SIGN[sign]
+    return SingleCondition(sign=sign_of_unknown, number=zero)
 
 
 def _parse_side_of_inequality(text: str) -> ExpressionTree:
@@ -306,7 +307,8 @@ def _solve_absolute_inequality(
             if branch is None:
                 raise ParseError("relation")
             branches.append(branch)
-        conditions.append(JoinedConditions("and" if is_upper_bound else "or", tuple(branches)))
+        word: Literal["and", "or"] = "and" if is_upper_bound else "or"
+        conditions.append(JoinedConditions(word=word, parts=tuple(branches)))
     return _inequality_with_solution(text, name, conditions)
 
 
@@ -321,9 +323,8 @@ def _solution_of_part(answer: Answer) -> Solution:
     numbers = [part.plain_number for part in answer.parts or (answer,)]
     if answer.type == "ordered" or not all(numbers):
         raise ParseError("relation")
-    return JoinedConditions(
-        "or", tuple(SingleCondition("=", number) for number in numbers if number)
-    )
+    conditions = [SingleCondition(sign="=", number=number) for number in numbers if number]
+    return JoinedConditions(word="or", parts=tuple(conditions))
 
 
 def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answer]) -> Answer:
@@ -337,7 +338,7 @@ def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answe
     names = {part.name for part in parts}
     if len(names) > 1 or not any(part.solution for part in parts):
         raise ParseError("relation")
-    solution = JoinedConditions(word, tuple(_solution_of_part(part) for part in parts))
+    solution = JoinedConditions(word=word, parts=tuple(_solution_of_part(part) for part in parts))
     if not excludes_some_but_not_all(solution):
         raise ParseError("always_true")
     return Answer(type="inequality", text=text, name=names.pop(), solution=solution)

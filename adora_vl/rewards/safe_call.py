@@ -423,7 +423,11 @@ def _describe_failure(
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{describe_error(error)[:_MAX_REASON_CHARS]}{location}"
-    return RewardFailure(name, _failed_rows(arguments, completion_index), reason)
+    return RewardFailure(
+        function=name,
+        rows_in_words=_failed_rows(arguments, completion_index),
+        reason=reason,
+    )
 
 
 def _failed_rows(arguments: Mapping[str, Any], completion_index: int | None) -> str:

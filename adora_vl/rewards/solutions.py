@@ -66,12 +66,14 @@ def interval_solution(
     if is_bounded_below:
         if not isinstance(low, NumberWithError):
             return None
-        conditions.append(SingleCondition(">=" if opening in "[]" else ">", low))
+        lower_sign = ">=" if opening in "[]" else ">"
+        conditions.append(SingleCondition(sign=lower_sign, number=low))
     if is_bounded_above:
         if not isinstance(high, NumberWithError):
             return None
-        conditions.append(SingleCondition("<=" if closing in "[]" else "<", high))
-    solution = JoinedConditions("and", tuple(conditions))
+        upper_sign = "<=" if closing in "[]" else "<"
+        conditions.append(SingleCondition(sign=upper_sign, number=high))
+    solution = JoinedConditions(word="and", parts=tuple(conditions))
     # Without a condition it is all numbers; with two that contradict, as in `(3, 1)`, it is none.
     if not conditions or not excludes_some_but_not_all(solution):
         return None
@@ -121,8 +123,9 @@ def _sorted_ends(*solutions: Solution) -> list[NumberWithError]:
 def _truth_by_position(solution: Solution, ends: Sequence[NumberWithError]) -> list[bool]:
     """Return whether the solution holds before, at and behind each of the ends, in order.
 
-    The 2 n + 1 positions on the number line alternate between open gaps (even) and ends (odd). A
-    position is compared with that of a condition's number as the unknown is with the number.
+    For n ends there are 2 n + 1 positions: the even ones are gaps between ends, the odd ones are
+    ends. With the ends 1 and 3, `x > 1` is false at the positions 0 (below 1) and 1 (at 1), and
+    true at 2, 3 and 4.
     """
     if isinstance(solution, SingleCondition):
         sign, number = solution
@@ -130,7 +133,6 @@ def _truth_by_position(solution: Solution, ends: Sequence[NumberWithError]) -> l
         number_position = 2 * end_index + 1
         holds = _OPERATOR_BY_SIGN[sign]
         return [holds(position, number_position) for position in range(2 * len(ends) + 1)]
-    # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
     truths_of_parts = [_truth_by_position(part, ends) for part in solution.parts]
     combine = all if solution.word == "and" else any
     return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

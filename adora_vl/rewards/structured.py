@@ -51,7 +51,9 @@ _NAMED_POINT_PATTERN = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", 
 _AMBIGUOUS_PIECE_PATTERN = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 # The ends of an interval that are not finite.
 _INFINITY_BY_SPELLING = {
-    sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
+    sign + name: Answer(
+        type="text", text="-infinity" if sign == "-" else "infinity", reason="not_finite"
+    )
     for name in (r"\infty", "∞")
     for sign in ("", "+", "-")
 }
@@ -91,7 +93,7 @@ def _parse_reference_cached(raw: str) -> Answer:
     answer = parse_structured(value)
     if answer.is_value and not answer.name:
         # `parse_structured` gives one value without a name for braces alone: a set of one.
-        answer = Answer("unordered", value.text, parts=(answer,))
+        answer = Answer(type="unordered", text=value.text, parts=(answer,))
     # An expression can be read, so it has no reason for an answer that cannot.
     is_refused_equation = answer.type == "unreadable" and value.type == "expression"
     reason = "equation" if is_refused_equation else value.reason
@@ -386,7 +388,7 @@ def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: in
     parts = inner_answer.parts if is_list else (inner_answer,)
     if is_set_inside or not all(part.is_value or part.type == "ordered" for part in parts):
         raise ParseError("enumeration")
-    return Answer("unordered", text, parts=parts)
+    return Answer(type="unordered", text=text, parts=parts)
 
 
 def _parse_set_condition(name: str, condition: str, depth: int) -> Answer:

@@ -110,7 +110,7 @@ def parse_unit(text: str) -> Unit:
     - `sq`, as in `12 sq`, names no unit. It counts as `square units` does
     """
     if text == DEGREE_SIGN:
-        return Unit(text, "angle", Fraction(1))
+        return Unit(text=text, dimension="angle", factor=Fraction(1))
     text = _normalise_unit(text)
     factor: Fraction | None = Fraction(1)
     dimensions = []
@@ -124,8 +124,9 @@ def parse_unit(text: str) -> Unit:
         # One part without a definite size leaves the whole unit without one.
         if factor is not None:
             factor = None if size is None else factor * size ** (sign * exponent)
-        dimensions.append(f"{dimension}{exponent if exponent > 1 else ''}")
-    return Unit(text, "/".join(dimensions), factor)
+        power = str(exponent) if exponent > 1 else ""
+        dimensions.append(f"{dimension}{power}")
+    return Unit(text=text, dimension="/".join(dimensions), factor=factor)
 
 
 def _normalise_unit(text: str) -> str:

@@ -15,12 +15,8 @@ from adora_vl.rewards.numeric import Comparison
 from benchmarks.grading_corpus import cases
 
 REWARDS_FOLDER = Path(explain.__file__).parent
-VERDICT_NAMES = {"correct", "wrong", "unparseable"}
-REASON_FUNCTIONS = {
-    "correct_result",
-    "wrong_result",
-    "ParseError",
-}  # whose first argument is a reason
+# Their first argument is a reason.
+REASON_FUNCTIONS = {"correct_result", "wrong_result", "ParseError"}
 
 
 def run_explain(
@@ -141,25 +137,23 @@ def test_every_reason_in_the_code_is_explained() -> None:
         for node in ast.walk(ast.parse(code)):
             reasons |= named_reasons(node)
     # `equal` and `different` become other reasons, and `has_unknown` never leaves the grader
-    reasons -= {"equal", "different", "has_unknown", *VERDICT_NAMES}
+    reasons -= {"equal", "different", "has_unknown"}
     assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons, "they were found"
     explained = {reason.removeprefix("gold_") for reason in reasons}
     assert explained <= explain.RULE_IN_WORDS.keys()
 
 
 def named_reasons(node: ast.AST) -> set[object]:
-    """The reasons that a node of the grader's code names, if it is a verdict or an error."""
-    elements: list[ast.expr] = []
-    if isinstance(node, ast.Tuple):
-        elements = node.elts
-    elif isinstance(node, ast.Call):
-        elements = node.args
-    constants = [element.value for element in elements if isinstance(element, ast.Constant)]
-    if len(constants) > 1 and constants[0] in VERDICT_NAMES:
-        return {constants[1]}
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in REASON_FUNCTIONS:
-        return set(constants)
-    return set()
+    """The reasons that a node of the grader's code names.
+
+    They are the argument `reason` of any call, and the arguments of `REASON_FUNCTIONS`.
+    """
+    if not isinstance(node, ast.Call):
+        return set()
+    elements = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+    if ast.unparse(node.func) in REASON_FUNCTIONS:
+        elements += node.args
+    return {element.value for element in elements if isinstance(element, ast.Constant)}
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
