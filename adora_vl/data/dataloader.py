@@ -21,16 +21,19 @@ def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return copies of rows whose pictures are as a person sees them: upright, in RGB, on white.
 
     Every row of a run passes here, whoever has read it. A picture becomes an `ImageWithDigest`, or
-    an `UnreadableImage` if no model could see it. A picture that is in several rows stays one
-    object.
+    an `UnreadableImage` if no model could see it. So does what is no picture of Pillow, such as a
+    path or an array: it would not be recorded, nor be known again. A picture that is in several
+    rows stays one object.
     """
     converted_by_id: dict[int, Any] = {}  # by Python's id of the picture object
 
     def convert(image: Any) -> Any:
-        """Return an image as the model sees it; what is no picture is returned as it is."""
-        is_converted_already = isinstance(image, ImageWithDigest)
-        if is_converted_already or not isinstance(image, Image.Image):
+        """Return an image as the model sees it, or an `UnreadableImage`."""
+        if isinstance(image, ImageWithDigest | UnreadableImage):  # it was here before
             return image
+        if not isinstance(image, Image.Image):
+            kind = type(image).__name__
+            return UnreadableImage(f"it is of the type {kind}, and no picture of Pillow (PIL)")
         if id(image) not in converted_by_id:
             converted_by_id[id(image)] = _upright_or_unreadable(image)
         return converted_by_id[id(image)]
@@ -38,9 +41,13 @@ def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     new_rows = []
     for row in rows:
         new_row = dict(row)
-        if isinstance(row.get("images"), list | tuple):
-            new_row["images"] = [convert(image) for image in row["images"]]
-        if isinstance(row.get("image"), Image.Image):
+        images = row.get("images")
+        if isinstance(images, list | tuple):
+            new_row["images"] = [convert(image) for image in images]
+        elif images is not None:
+            kind = type(images).__name__
+            new_row["images"] = [UnreadableImage(f"'images' is of the type {kind}, and no list")]
+        if row.get("image") is not None:
             new_row["image"] = convert(row["image"])
         new_rows.append(new_row)
     return new_rows

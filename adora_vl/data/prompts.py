@@ -297,6 +297,9 @@ def find_control_token(value: object, tokens: Sequence[str] = CONTROL_TOKENS) ->
     return None
 
 
+_MESSAGE_EXAMPLE = '[{"role": "user", "content": "..."}]'
+
+
 def fault_in_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
     """Return what makes a finished prompt unusable, as a sentence, or None where nothing does.
 
@@ -312,10 +315,18 @@ def fault_in_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) ->
     token = find_control_token(prompt, refused_tokens)
     if token is not None:
         return f"its prompt has the model's own token {token}; remove it from the text"
-    if not isinstance(prompt, list):
+    if isinstance(prompt, str) and prompt:
         return None
+    if not isinstance(prompt, list) or not prompt:
+        return f"its prompt is {short_repr(prompt)}; write messages, such as {_MESSAGE_EXAMPLE}"
     for message in prompt:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message:
+            return (
+                f"its prompt has the message {short_repr(message)} without a role; write messages, "
+                f"such as {_MESSAGE_EXAMPLE}"
+            )
+        content = message.get("content")
         parts = content if isinstance(content, list) else []
         for part in parts:
             if isinstance(part, Mapping) and part.get("image") is not None:

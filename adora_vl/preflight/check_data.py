@@ -30,7 +30,7 @@ from adora_vl.evaluation import (
 from adora_vl.models import check as model_checks
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.packing.prompts import read_prompts
-from adora_vl.preflight import python_inputs
+from adora_vl.preflight import python_columns, python_inputs
 from adora_vl.preflight.resolved_run import DataInfo, ModelInfo, PromptInfo
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.tools.room import ConversationLimits, check_answer_limits
@@ -118,15 +118,17 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
     """
     datasets = request.data_source
     assert isinstance(datasets, python_inputs.Datasets)
-    train = python_inputs.with_tool_descriptions(datasets.train, prompts.schemas)
-    evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, prompts.schemas)
     refuse_for_evaluation(datasets.train, where="train_dataset:")
-    for dataset in (datasets.train, datasets.evaluate):
-        refuse_prefill(dataset)
     _check_stream(request.config, datasets.train)
     tokens = control_tokens(prompts.processor)
-    python_inputs.refuse_unusable_prompts("train_dataset", train, tokens)
-    python_inputs.refuse_unusable_prompts("eval_dataset", evaluated, tokens)
+    for key, dataset in datasets.by_key:
+        python_columns.refuse_undecoded_columns(key, dataset)
+        python_inputs.refuse_unusable_prompts(key, dataset, tokens)
+        refuse_prefill(dataset)
+    train = python_inputs.with_tool_descriptions(datasets.train, prompts.schemas)
+    evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, prompts.schemas)
+    if prompts.schemas:  # a description of a tool may have a control token
+        python_inputs.refuse_unusable_prompts("train_dataset", train, tokens)
     # The rows of a stream are checked when they are drawn.
     if python_inputs.is_plain_table(train):
         any_images = python_inputs.any_row_has_images(train)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,9 +14,10 @@ from transformers import TrainerState
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.data.dataloader import with_upright_rgb_images
-from adora_vl.data.prompts import asks_for_answer_tags, control_tokens
+from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.prompts import asks_for_answer_tags, control_tokens, fault_in_messages
 from adora_vl.data.rows import images_of
-from adora_vl.preflight import python_inputs
+from adora_vl.preflight import python_columns, python_inputs
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
 from adora_vl.rewards.steps import STEPS
@@ -140,7 +141,10 @@ def check_user_code(
     Raises `UserError` for code that fails.
     """
     config = request.config
-    rows = _first_rows(rewards, tools, prompts, data)
+    if isinstance(request.data_source, python_inputs.Datasets):
+        for key, dataset in request.data_source.by_key:
+            python_columns.refuse_unusable_answers(key, rewards, dataset)
+    rows = _first_rows(request, rewards, tools, prompts, data)
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
     # Groups as a training step makes them before it samples: their rollouts have no tokens yet. No
@@ -174,13 +178,20 @@ def check_user_code(
 
 
 def _first_rows(
-    rewards: RewardSet, tools: ToolSet, prompts: PromptInfo, data: DataInfo
+    request: RunRequest,
+    rewards: RewardSet,
+    tools: ToolSet,
+    prompts: PromptInfo,
+    data: DataInfo,
 ) -> list[dict[str, Any]]:
     """Return the first two rows of the data, for trying the user's rewards and tools on them.
 
-    The list is empty if the user has none to try, or if the data set is not here. Raises
-    `UserError` for rows that cannot be read, and for columns that a reward function needs and the
-    data lacks.
+    The list is empty if a command has none to try, or if the data set is not here. The rows of
+    Python code are read in any case, since those of a stream were not checked before. The arguments
+    are those of `check_user_code`.
+
+    Raises `UserError` for rows that cannot be read or used, and for columns that a reward function
+    needs and the data lacks.
     """
     if data.train_dataset is None:
         return []
@@ -189,16 +200,35 @@ def _first_rows(
         if tools.environments:
             columns.append("environments")
         rewards.check_columns(columns)
+    is_from_python = request.script_args is None
     has_code_to_try = bool(rewards.user_functions) or prompts.toolbox is not None
-    if not has_code_to_try:
+    if not is_from_python and not has_code_to_try:
         return []
     try:
-        return with_upright_rgb_images(list(islice(iter(data.train_dataset), 2)))
+        rows = with_upright_rgb_images(list(islice(iter(data.train_dataset), 2)))
     except Exception as error:  # the decoders of images raise exceptions of any class
         reason = describe_error(error)
         raise UserError(
             f"train_dataset: its first rows cannot be read ({reason}); mend them"
         ) from error
+    if is_from_python:
+        _refuse_unusable_rows(rows, control_tokens(prompts.processor))
+    return rows
+
+
+def _refuse_unusable_rows(rows: Sequence[Mapping[str, Any]], tokens: Sequence[str]) -> None:
+    """Raise `UserError` for the first row with a prompt or an image that no step can use.
+
+    `tokens`: the control tokens of the model, which no prompt may contain.
+    """
+    for number, row in enumerate(rows):
+        fault = fault_in_messages(row.get("prompt"), tokens)
+        if fault is not None:
+            raise UserError(f"train_dataset: row {row.get('id', number)}: {fault}")
+    for name, reason in unreadable_rows(rows):
+        raise UserError(
+            f"train_dataset: row {name}: an image cannot be read: {reason}; mend the row"
+        )
 
 
 def _notes_on_tools(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:

@@ -50,6 +50,14 @@ class Datasets:
     train: Dataset | IterableDataset
     evaluate: AnyDatasets | None = None
 
+    @property
+    def by_key(self) -> list[tuple[str, Dataset | IterableDataset]]:
+        """Each data set, with the argument that has it; `eval_dataset` may have several."""
+        evaluated = self.evaluate
+        parts = evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]
+        pairs: list[tuple[str, Dataset | IterableDataset]] = [("train_dataset", self.train)]
+        return pairs + [("eval_dataset", part) for part in parts if part is not None]
+
 
 def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     """Return the reward functions that Python code passes to the trainer as `reward_funcs`.
@@ -287,8 +295,8 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
     if not are_texts_as_stored or "prompt" not in dataset.column_names:
         return
     first_number = 0
-    for table in _arrow_tables(dataset, ["id", "prompt"]):
-        names = _row_names(table, first_number)
+    for table in arrow_tables(dataset, ["id", "prompt"]):
+        names = row_names(table, first_number)
         first_number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
             fault = fault_in_messages(prompt, tokens)
@@ -310,15 +318,15 @@ class PromptRow(NamedTuple):
 def iterate_prompts(dataset: Dataset) -> Iterator[PromptRow]:
     """Yield the prompt of each row with the sizes of its images; no image is decoded."""
     first_number = 0
-    for table in _arrow_tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
-        names = _row_names(table, first_number)
+    for table in arrow_tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
+        names = row_names(table, first_number)
         first_number += table.num_rows
         prompts = table["prompt"].to_pylist()
         for name, prompt, sizes in zip(names, prompts, _image_sizes(table), strict=True):
             yield PromptRow(name=str(name), prompt=prompt, image_sizes=sizes)
 
 
-def _row_names(table: pa.Table, first_number: int) -> Sequence[Any]:
+def row_names(table: pa.Table, first_number: int) -> Sequence[Any]:
     """Return the ids of a table's rows; without a column `id` their numbers in the data set.
 
     `first_number`: the number of the table's first row.
@@ -341,7 +349,7 @@ def fewest_images(dataset: object) -> int | None:
     if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
         return 0
     image_counts: list[int] = []
-    for table in _arrow_tables(dataset, _IMAGE_COLUMNS):
+    for table in arrow_tables(dataset, _IMAGE_COLUMNS):
         image_counts += _image_counts(table)
     return min(image_counts, default=None)
 
@@ -375,7 +383,7 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
     return iter([()] * table.num_rows)
 
 
-def _arrow_tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def arrow_tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of a data set in their order, as they are stored, up to `_TABLE_ROWS` at once.
 
     `columns`: the columns to read; None: all. Columns that the data set lacks are ignored.
@@ -402,7 +410,7 @@ def hash_rows(dataset: Dataset | IterableDataset) -> str:
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
-    for table in _arrow_tables(dataset):
+    for table in arrow_tables(dataset):
         # The rows are written without metadata and in one chunk, so that only their values count.
         buffer = pa.BufferOutputStream()
         with pa.ipc.new_stream(buffer, table.schema.remove_metadata()) as stream:

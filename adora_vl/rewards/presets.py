@@ -167,6 +167,16 @@ def _batch_metrics(grades: Sequence[Grade], texts: Sequence[str]) -> dict[str, f
     }
 
 
+def describe_reference_fault(answer: object, choices: Sequence[str] | None) -> str | None:
+    """Return why no answer can be graded against a reference answer; None where one can.
+
+    Args:
+        answer: the value of the column `answer` in a row.
+        choices: the values of A, B, C and so on; None for an open question.
+    """
+    return verify_gold(answer, choices) if isinstance(answer, str) else "not_a_string: write a text"
+
+
 def _build_references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> list[_Reference]:
@@ -192,13 +202,10 @@ def _build_references(
             answer=str(row_answer), choices=None if row_choices is None else tuple(row_choices)
         )
         if reference not in usable_references:
-            # Why it cannot be graded against; None where it can.
-            reason: str | None = "not_a_string"
-            if isinstance(row_answer, str):
-                reason = verify_gold(reference.answer, reference.choices)
-            if reason is not None:
+            fault = describe_reference_fault(row_answer, reference.choices)
+            if fault is not None:
                 raise UserError(
-                    f"answer {row_answer!r} cannot be graded against ({reason}): prepare the data "
+                    f"answer {row_answer!r} cannot be graded against ({fault}): prepare the data "
                     "with data_prep"
                 )
             usable_references.add(reference)

@@ -451,11 +451,13 @@ def dataset_of_images(*stored_images: dict[str, Any]) -> Dataset:
     """Return a data set with a row for each image, which is stored as bytes or as a path."""
     columns = {
         "id": [f"row/{number}" for number in range(len(stored_images))],
+        "prompt": ["What is this?"] * len(stored_images),
         "images": [
             [{"bytes": None, "path": None, **stored_image}] for stored_image in stored_images
         ],
     }
-    features = Features({"id": Value("string"), "images": List(Image())})
+    texts = {"id": Value("string"), "prompt": Value("string")}
+    features = Features({**texts, "images": List(Image())})
     return Dataset.from_dict(columns, features=features)
 
 
