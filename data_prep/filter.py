@@ -202,9 +202,10 @@ def filter_dataset(
         UserError: the answers are to another split, or no row is left.
     """
     check_input(data, split)
+    rows_of_answers = read_predictions(predictions)
     answers_hash = content_hash([predictions])
     tally_by_id = count_right_answers(
-        read_predictions(predictions),
+        rows_of_answers,
         rounding=rounding,
         answer_tags=prompts_asked_for_tags(predictions),
     )

@@ -412,7 +412,12 @@ def path_problem(path: str) -> str:
     It is empty for a path that can be looked up, whether there is something or not.
     """
     try:
+        # A byte of the command line that is no UTF-8 becomes a character that cannot be encoded.
+        # PyArrow could not open such a path, nor could a JSON file or the screen show it.
+        path.encode()
         os.stat(path)  # noqa: PTH116  # pathlib hides some of these errors, and raises others
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
     except ValueError:
         return "a null character is in it"
     except OSError as error:

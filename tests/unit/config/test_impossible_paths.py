@@ -31,6 +31,7 @@ def test_a_key_with_a_path_that_cannot_exist_is_refused(loop, subtests):
         "x" * 300: "File name too long",
         "a/" * 3000: "File name too long",
         "run\0": "a null character is in it",
+        "caf\udce9": "it is not UTF-8",  # what Python makes of the byte E9 of a command line
         loop: "Too many levels of symbolic links",
     }
     for value, reason in reasons.items():

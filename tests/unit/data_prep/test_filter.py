@@ -316,6 +316,7 @@ def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_f
             "--system-prompt is for sampling, and",
         ),
         (["--min-pixels", "9000", "--max-pixels", "8000"], "min_pixels: 9000 is over"),
+        (["--predictions", "x.jsonl"], "predictions: no file 'x.jsonl'"),
     ]
     for words, message in cases:
         with case_folder(f"{words!r:.80}") as folder:
