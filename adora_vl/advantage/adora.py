@@ -7,7 +7,7 @@ Attenuation lowers the weight of TDS groups, amplification raises that of TAS gr
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -131,6 +131,21 @@ class Adora(Method):
                 f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= "
                 "first < end"
             )
+
+    def idle_options(self) -> dict[str, str]:
+        if self.mode == "off":
+            others = [field.name for field in fields(self) if field.name != "mode"]
+            return dict.fromkeys(others, "mode: off")
+        reasons: dict[str, str] = {}
+        if "difficulty" not in self.criteria:
+            reasons |= dict.fromkeys(("tau", "needs_correct"), "criteria without difficulty")
+        if "working" not in self.criteria:
+            reasons["no_figure"] = "criteria without working"
+        if not {"length", "working"} & {*self.criteria}:
+            reasons |= dict.fromkeys(("empty_wrong", "ties"), "difficulty as the only criterion")
+        if len(self.criteria) == 1:
+            reasons["combine"] = "one criterion"
+        return reasons
 
     def is_on(self, step: int) -> bool:
         """Return whether groups can get weights other than 1 at an optimizer step.

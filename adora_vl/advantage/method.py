@@ -140,6 +140,14 @@ class Method:
         The text of the error begins with the name of the option or the key.
         """
 
+    def idle_options(self) -> dict[str, str]:
+        """Return the options that change nothing beside the others, each with the reason.
+
+        For example, `{"tau": "criteria without difficulty"}`. They are named before a run if they
+        differ from their defaults.
+        """
+        return {}
+
     def costs(self, keys: RunKeys) -> str:
         """Return the costs beyond GRPO, for the first lines of a run; an empty text means none."""
         return ""

@@ -411,13 +411,29 @@ def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
     )
 
 
-def notes_on_methods(config: AdoraGRPOConfig) -> list[str]:
-    """Return lines for the start of a run: which keys of TRL its methods set, and what they cost.
+def _notes_on_idle_options(name: str, method: Method) -> list[str]:
+    """Return a line for each option of a method that was set, and changes nothing in this run."""
+    lines: list[str] = []
+    reasons = method.idle_options()
+    for option_field in fields(method):
+        value = to_json_types(getattr(method, option_field.name))
+        reason = reasons.get(option_field.name)
+        if reason is not None and value != to_json_types(option_field.default):
+            lines.append(
+                f"adora_method.{name}.{option_field.name}: {value} does nothing with {reason}"
+            )
+    return lines
 
-    The cost is what a method computes beyond GRPO, in words; most methods cost nothing.
+
+def notes_on_methods(config: AdoraGRPOConfig) -> list[str]:
+    """Return lines about the methods of a run, for its start.
+
+    They say which keys of TRL the methods set, which of their options change nothing, and what they
+    compute beyond GRPO, in words. Most methods cost nothing.
     """
     lines = [*config.methods.notes]
     for name, method in config.methods.by_name.items():
+        lines += _notes_on_idle_options(name, method)
         cost = method.costs(config)
         if cost:
             lines.append(f"{name}: {cost}")

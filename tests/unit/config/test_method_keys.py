@@ -40,7 +40,9 @@ def training_config_of(method: str = "adora", options: str = "", **keys: object)
 
 def test_the_default_is_adora_by_its_own_keys():
     """Without `adora_method` a run uses ADORA; with `mode: off` the advantages are TRL's."""
-    training_config = training_config_of(options="{factor: 0.3, tau: 0.4}")
+    training_config = training_config_of(
+        options="{factor: 0.3, tau: 0.4, criteria: [length, difficulty]}"
+    )
     assert isinstance(training_config.adora_method, dict)
     assert training_config.adora_method["adora"]["factor"] == 0.3
     assert training_config.loss_type == "dapo"  # TRL's default is left alone
@@ -51,6 +53,34 @@ def test_the_default_is_adora_by_its_own_keys():
     assert not build_pipeline(training_config).keeps_trl_advantages
     assert notes_on_methods(training_config) == []
     assert build_pipeline(training_config_of(options="{mode: off}")).keeps_trl_advantages
+
+
+@pytest.mark.parametrize(
+    ("options", "idle_options"),
+    [
+        ("{}", []),
+        ("{mode: 'off', factor: 0.1}", []),  # its default
+        ("{mode: 'off', factor: 0.3}", ["factor: 0.3 does nothing with mode: off"]),
+        (
+            "{needs_correct: true, tau: 0.4, combine: all}",
+            [
+                "combine: all does nothing with one criterion",
+                "tau: 0.4 does nothing with criteria without difficulty",
+                "needs_correct: True does nothing with criteria without difficulty",
+            ],
+        ),
+        ("{no_figure: keep}", ["no_figure: keep does nothing with criteria without working"]),
+        (
+            "{criteria: [difficulty], ties: keep, tau: 0.4}",
+            ["ties: keep does nothing with difficulty as the only criterion"],
+        ),
+        ("{criteria: [working], ties: keep, no_figure: keep}", []),
+    ],
+)
+def test_an_option_that_changes_nothing_beside_the_others_is_named(options, idle_options):
+    """A run begins with a line for each such option; an option at its default gets none."""
+    notes = notes_on_methods(training_config_of(options=options))
+    assert notes == [f"adora_method.adora.{line}" for line in idle_options]
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
