@@ -782,8 +782,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             reason_to_stop = self.parts.skip_bad_steps.stop_reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
-            # Transformers ends a training with a line in the log if its data give no batch.
-            if steps_done() == 0:
+            # Transformers ends a training with a line in the log if its data give no batch. A
+            # callback that ends a training in its first step has seen a micro-batch.
+            if steps_done() == 0 and self._step == 0:
                 raise RunError(
                     "no step was made: the stream of problems ends before it has the "
                     f"{pluralize(self.layout.prompts_per_generation, 'prompt')} of a generation"

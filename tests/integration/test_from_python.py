@@ -694,6 +694,28 @@ def test_a_stream_that_ends_before_its_first_generation_is_an_error_and_no_finis
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
 
 
+class StopBeforeFirstStep(TrainerCallback):
+    """Ends a training after the first of the micro-batches that a step accumulates."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def test_a_callback_may_end_a_training_before_its_first_step(tmp_path):
+    """It has what it asked for: a training without a step, and no error about the problems."""
+    keys = {
+        **KEYS_OF_TWO_STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **keys)
+    rows = Dataset.from_list(EIGHT_ROWS)
+    trainer = AdoraGRPOTrainer(
+        "tiny", reward_every_second_completion, args, rows, callbacks=[StopBeforeFirstStep()]
+    )
+    assert trainer.train().global_step == 0
+
+
 # An epoch of three rows is one generation of three micro-batches, so its second step has one alone.
 KEYS_OF_SHORT_LAST_STEP = {
     "rows": EIGHT_ROWS[:3],
