@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +27,8 @@ from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_c
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.scoring.files import metrics_in_training
 from adora_vl.evals.scoring.table import percent_with_interval
+from adora_vl.packing.prompts import PromptBatch
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
@@ -280,21 +281,59 @@ class SamplerEngine(ConversationEngine):
             end_tokens: the tokens that end an answer. The tokens and strings to stop at in
                 `generation_kwargs` end it too.
         """
-        engine = engine_and_policy.engine
-        assert engine is not None
         config = engine_and_policy.config
-        sample_greedily = partial(engine_and_policy.sampler.sample, settings=engine.greedy_settings)
+        self._sampler = engine_and_policy.sampler
+        batch_size = 256
+        if self._sampler.reads_prompts:
+            # The policy samples a batch in one tensor. As many rollouts as it samples for a
+            # generation of the training are known to fit into memory.
+            batch_size = engine_and_policy.context.layout.rows_per_process
         super().__init__(
             chat,
-            sample_greedily,
+            self._sample_greedily,
             max_length=config.max_completion_length,
-            batch_size=256,
+            batch_size=batch_size,
             stop=StopCriteria.from_config(end_tokens, config.generation_kwargs or {}, chat.decode),
             any_rank=group_sampler.any_rank_continues,
         )
         self.tool_loop = group_sampler.tool_loop
         if group_sampler.server_context is not None:
             self.context_length = min(self.context_length, group_sampler.server_context)
+
+    def _sample_greedily(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Return the likeliest tokens of a turn for each request. Collective.
+
+        An engine processes the prompts of the requests itself; the policy needs them processed.
+        """
+        prompts = None
+        if self._sampler.reads_prompts:
+            prompts = self._read_prompts(requests)
+        return self._sampler.sample_greedily(requests, prompts)
+
+    def _read_prompts(self, requests: Sequence[SamplingRequest]) -> PromptBatch:
+        """Return the prompts of requests as the policy reads them, with their pixels.
+
+        A rank without requests returns a prompt of one token as a stand-in, since sampling is
+        collective where the weights are sharded.
+        """
+        if not requests:
+            return PromptBatch(
+                messages=[""],
+                ids=[[self.chat.eos_id]],
+                images=None,
+                fields={},
+            )
+        ids = [request.prompt_ids for request in requests]
+        # All images in the order of their prompts, as the image processor takes them.
+        images: list[Any] = []
+        for request in requests:
+            images += request.images
+        return PromptBatch(
+            messages=[""] * len(requests),  # only `ids` are sampled from
+            ids=ids,
+            images=[request.images for request in requests],
+            fields=self.chat.prompt_fields(ids, images),
+        )
 
 
 class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

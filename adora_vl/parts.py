@@ -5,7 +5,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import GenerationConfig, PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
@@ -39,6 +39,7 @@ from adora_vl.rollout.engine_and_policy import EngineAndPolicy
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
     ban_tokens,
+    greedy_settings,
     ignoring_generation_config,
     never_sampled_ids,
 )
@@ -157,7 +158,10 @@ class StepParts:
             trainer.generation_kwargs,
             trainer.generation_config,
         )
-        return TransformersSampler(self._sample_turn_by_policy)
+        return TransformersSampler(
+            generate=self._sample_turn_by_policy,
+            generate_greedily=self._sample_turn_greedily_by_policy,
+        )
 
     @cached_property
     def prompt_reader(self) -> PromptReader:
@@ -498,6 +502,26 @@ class StepParts:
             finally:
                 generation_config.max_new_tokens = self.context.config.max_completion_length
         return cast("list[list[int]]", completion_ids)
+
+    def _sample_turn_greedily_by_policy(
+        self, prompts: PromptBatch, max_tokens: int
+    ) -> list[list[int]]:
+        """Return the likeliest token ids of a turn for each prompt, for an evaluation.
+
+        Filters and penalties of the run's sampling do not act, as with vLLM.
+        """
+        trainer = self._trainer
+        # TRL reads the settings of sampling from these two attributes.
+        sampling_settings = trainer.generation_kwargs
+        sampling_config = trainer.generation_config
+        settings = greedy_settings(sampling_settings)
+        trainer.generation_kwargs = settings
+        trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
+        try:
+            return self._sample_turn_by_policy(prompts, max_tokens)
+        finally:
+            trainer.generation_kwargs = sampling_settings
+            trainer.generation_config = sampling_config
 
     @cached_property
     def _stop_criteria(self) -> StopCriteria:

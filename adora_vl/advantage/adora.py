@@ -134,8 +134,9 @@ class Adora(Method):
 
     def idle_options(self) -> dict[str, str]:
         if self.mode == "off":
-            others = [field.name for field in fields(self) if field.name != "mode"]
-            return dict.fromkeys(others, "mode: off")
+            option_names = [option_field.name for option_field in fields(self)]
+            option_names.remove("mode")
+            return dict.fromkeys(option_names, "mode: off")
         reasons: dict[str, str] = {}
         if "difficulty" not in self.criteria:
             reasons |= dict.fromkeys(("tau", "needs_correct"), "criteria without difficulty")

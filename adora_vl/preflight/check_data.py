@@ -29,6 +29,7 @@ from adora_vl.evaluation import (
 )
 from adora_vl.models import check as model_checks
 from adora_vl.models.families import family_of, sees_images
+from adora_vl.models.load import pixel_limits
 from adora_vl.packing.prompts import read_prompts
 from adora_vl.preflight import python_columns, python_inputs
 from adora_vl.preflight.resolved_run import DataInfo, ModelInfo, PromptInfo
@@ -37,6 +38,8 @@ from adora_vl.tools.room import ConversationLimits, check_answer_limits
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import RunContext
@@ -326,7 +329,23 @@ def check_evaluations(
             raise
         context.messages.unchecked.append(f"the problems of the evaluations are not known: {error}")
         return None
-    return drop_overlong_problems(plan, prompts.length_filter) if plan is not None else None
+    if plan is None:
+        return None
+    _check_pixel_limits(prompts.processor)
+    return drop_overlong_problems(plan, prompts.length_filter)
+
+
+def _check_pixel_limits(processor: ProcessorMixin | None) -> None:
+    """Raise `UserError` for a processor with which the evaluators cannot count image tokens.
+
+    `processor`: that of the model; None if it is not on this machine.
+    """
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is not None and pixel_limits(image_processor) is None:
+        raise UserError(
+            f"eval_strategy: steps with a {type(image_processor).__name__}, which has no limits in "
+            "pixels, has no evaluators; give the trainer an eval_dataset, or set eval_strategy: no"
+        )
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:

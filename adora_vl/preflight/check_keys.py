@@ -91,10 +91,12 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
         raise UserError(
             f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"
         )
-    if not config.use_vllm:
+    if not config.use_vllm and not config.ds3_gather_for_generation:
+        # Every forward pass is then collective, and ranks may have problems with and without
+        # images: only some of them would call the vision tower.
         raise UserError(
-            "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
-            "with `python -m eval.problems`"
+            "ds3_gather_for_generation: false with eval_strategy: steps and use_vllm: false has no "
+            "evaluations; leave it out, or set eval_strategy: no"
         )
     # Transformers replaces null by logging_steps, which may be a share of the run.
     if not steps or steps != int(steps):

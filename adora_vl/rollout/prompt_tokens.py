@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 # If the policy sampled one of these tokens, it would have no image, and the training's forward pass
 # would raise an error (trl issue 3847).
 NEVER_SAMPLED_TOKENS = PICTURE_TOKENS
+# Settings of `transformers.generate` that hold for greedy decoding as well as for drawing tokens.
+_SETTINGS_OF_ANY_DECODING = {
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "suppress_tokens",
+    "cache_implementation",
+}
 
 
 class PromptMismatchError(RolloutError):
@@ -81,6 +89,23 @@ def ignoring_generation_config(model: "PreTrainedModel") -> Iterator[None]:
         yield
     finally:
         base.generation_config = saved_config
+
+
+def greedy_settings(sampling_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with which `transformers.generate` takes the likeliest tokens.
+
+    What does not change their probabilities stays: the tokens that end an answer, the banned ones,
+    and the kind of the cache.
+
+    `sampling_settings`: those of the run, TRL's `generation_kwargs`.
+    """
+    settings = {
+        name: value
+        for name, value in sampling_settings.items()
+        if name in _SETTINGS_OF_ANY_DECODING
+    }
+    settings["do_sample"] = False
+    return settings
 
 
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:

@@ -24,6 +24,8 @@ from adora_vl.utils.errors import engine_call
 
 # arguments of vLLM's `SamplingParams`; None: those of the run
 SamplingSettings = Mapping[str, Any]
+# returns the token ids that the policy samples after each prompt, at most a number of them
+Generate = Callable[[PromptBatch, int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class Sampler(Protocol):
             settings: vLLM's sampling parameters; None: those of the run.
         """
 
+    def sample_greedily(
+        self, requests: Sequence[SamplingRequest], prompts: PromptBatch | None = None
+    ) -> list[SamplingResult]:
+        """Return the likeliest tokens after each request, as an evaluation asks for them.
+
+        No random number is drawn. The arguments are those of `sample`.
+        """
+
     def awake(self) -> AbstractContextManager[None]:
         """Return a context in which an engine does not sleep between two calls of `sample`."""
 
@@ -73,9 +83,15 @@ class TransformersSampler:
     returns_logps = False
     reads_prompts = True
 
-    def __init__(self, generate: Callable[[PromptBatch, int], list[list[int]]]) -> None:
-        """`generate` returns the tokens of a rollout for each prompt, at most so many of each."""
+    def __init__(self, generate: Generate, generate_greedily: Generate) -> None:
+        """Sample with two functions of the policy.
+
+        Args:
+            generate: draws tokens by the run's settings, such as its temperature.
+            generate_greedily: takes the likeliest token at each position.
+        """
         self._generate = generate
+        self._generate_greedily = generate_greedily
 
     def sample(
         self,
@@ -87,15 +103,29 @@ class TransformersSampler:
 
         The policy samples itself, so it needs the processed prompts, and takes no settings of vLLM.
         """
-        assert prompts is not None
         assert settings is None
+        return self._sample_with(self._generate, requests, prompts)
+
+    def sample_greedily(
+        self, requests: Sequence[SamplingRequest], prompts: PromptBatch | None = None
+    ) -> list[SamplingResult]:
+        return self._sample_with(self._generate_greedily, requests, prompts)
+
+    def _sample_with(
+        self,
+        generate: Generate,
+        requests: Sequence[SamplingRequest],
+        prompts: PromptBatch | None,
+    ) -> list[SamplingResult]:
+        """Return the result of each request, sampled with one of the policy's functions."""
+        assert prompts is not None
         limits = []
         for request in requests:
             assert request.max_tokens is not None
             limits.append(request.max_tokens)
         # With weights divided by ZeRO-3 generation is collective, so a rank without requests
         # samples a token for its stand-in, which is in none of the results.
-        completions = self._generate(prompts, max(limits, default=1))
+        completions = generate(prompts, max(limits, default=1))
         results = []
         # All prompts are sampled up to the largest limit, and cut to their own.
         for completion, limit in zip(completions, limits, strict=False):
@@ -151,6 +181,11 @@ class VLLMSampler:
         """
         self.sync_weights()
         return self.engine.sample(requests, settings)
+
+    def sample_greedily(
+        self, requests: Sequence[SamplingRequest], prompts: PromptBatch | None = None
+    ) -> list[SamplingResult]:
+        return self.sample(requests, settings=self.engine.greedy_settings)
 
     def awake(self) -> AbstractContextManager[None]:
         return self.engine.staying_awake()

@@ -428,7 +428,10 @@ REFUSED_COMMANDS: list[tuple[str, str] | tuple[str, str, set[str]]] = [
     ),
     ("--save_strategy best", "save_strategy: best is not supported; keep checkpoints"),
     ("--eval_strategy epoch", "eval_strategy: 'epoch' is not supported"),
-    ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
+    (
+        "--eval_strategy steps --eval_steps 5 --ds3_gather_for_generation false",
+        "ds3_gather_for_generation: false with eval_strategy: steps",
+    ),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
         f"adora_eval: 'mathvist' is not one of {', '.join(BENCHMARK_NAMES)}, or FILE.py:NAME; did you mean "

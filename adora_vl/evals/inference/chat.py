@@ -222,11 +222,34 @@ class ChatProcessor:
         if self.image_id is not None:
             # The model computes the position ids of images from this mask.
             batch["mm_token_type_ids"] = (batch["input_ids"] == self.image_id).int()
-        if images:
-            batch.update(
-                self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits)
-            )
+        batch.update(self._process_images(images))
         return batch
+
+    def prompt_fields(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> dict[str, Any]:
+        """Return what the model reads beside the tokens of prompts, by the names of its arguments.
+
+        It is what `batch_inputs` adds to the tokens, without padding: `mm_token_type_ids` has a
+        list for each prompt, with 1 at the tokens of images.
+
+        Args:
+            prompts: The token ids of each prompt.
+            images: The images of all prompts, in their order.
+        """
+        fields = self._process_images(images)
+        if self.image_id is not None:
+            fields["mm_token_type_ids"] = [
+                [int(token_id == self.image_id) for token_id in prompt_ids]
+                for prompt_ids in prompts
+            ]
+        return fields
+
+    def _process_images(self, images: Sequence[Any]) -> dict[str, Any]:
+        """Return the pixels and grids of images within the pixel limits; nothing for no images."""
+        if not images:
+            return {}
+        return dict(
+            self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits)
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -29,7 +29,7 @@ def request(prompt_ids: list[int], max_tokens: int) -> SamplingRequest:
 def test_all_requests_are_sampled_at_once_and_each_is_cut_to_its_own_limit():
     """The largest limit is that of the call. No result says why it has ended."""
     generate = CountingGenerator()
-    sampler = TransformersSampler(generate)
+    sampler = TransformersSampler(generate, generate_greedily=CountingGenerator())
     results = sampler.sample([request([1], 2), request([1, 2], 5)], prompts_of([1], [1, 2]))
     assert generate.calls == [(2, 5)]
     assert [result.tokens for result in results] == [[0, 1], [0, 1, 2, 3, 4]]
@@ -40,5 +40,7 @@ def test_all_requests_are_sampled_at_once_and_each_is_cut_to_its_own_limit():
 def test_a_rank_without_requests_takes_part_with_a_token_of_its_stand_in():
     """With weights divided by ZeRO-3 the others would wait for it for ever."""
     generate = CountingGenerator()
-    assert TransformersSampler(generate).sample([], prompts_of([1])) == []
-    assert generate.calls == [(1, 1)]
+    sampler = TransformersSampler(generate, generate_greedily=generate)
+    assert sampler.sample([], prompts_of([1])) == []
+    assert sampler.sample_greedily([], prompts_of([1])) == []
+    assert generate.calls == [(1, 1), (1, 1)]
