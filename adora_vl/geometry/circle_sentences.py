@@ -124,9 +124,9 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
     return free_ends[0] if len(free_ends) == 1 else None
 
 
-def secant(draft: Draft, names: str, centre: str | None) -> None:
+def secant(draft: Draft, points: str, centre: str | None) -> None:
     """Add that a line from outside meets a circle twice: "PAB secant" meets it in A and B."""
-    outside, near, far = split_point_names(names)
+    outside, near, far = split_point_names(points)
     draft.put_on_line(near, outside, far)
     draft.put_on_circle(near, centre)
     draft.put_on_circle(far, centre)
@@ -190,7 +190,7 @@ def sector(draft: Draft, start: str, corner: str, end: str, centre: str | None) 
 
 def inscribed(
     draft: Draft,
-    names: str,
+    corner_names: str,
     kind: str | None,
     centre: str | None,
     adjectives: str | None = None,
@@ -201,41 +201,43 @@ def inscribed(
     that no sentence names gets a new centre.
     """
     if adjectives is not None:
-        special(draft, adjectives=adjectives, kind=kind, names=names)
-    elif (kind or polygon_kind(names)) == "polygon":
-        draft.facts.append(draft.draw_polygon("Polygon", split_point_names(names)))
+        special(draft, adjectives=adjectives, kind=kind, corner_names=corner_names)
+    elif (kind or polygon_kind(corner_names)) == "polygon":
+        draft.facts.append(draft.draw_polygon("Polygon", split_point_names(corner_names)))
     else:
-        draft.add_shape(kind or polygon_kind(names), names)
-    on_circle(draft, names, centre or centre_of_any_circle(draft))
+        draft.add_shape(kind or polygon_kind(corner_names), corner_names)
+    on_circle(draft, corner_names, centre or centre_of_any_circle(draft))
 
 
-def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> None:
+def circle_around(draft: Draft, centre: str, kind: str | None, corner_names: str) -> None:
     """Add that a circle goes through the corners of a polygon: "circle O around triangle ABC"."""
     draft.name_circle(centre)
-    inscribed(draft, names=names, kind=kind, centre=centre)
+    inscribed(draft, corner_names=corner_names, kind=kind, centre=centre)
 
 
-def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:
+def circle_in(draft: Draft, centre: str, kind: str | None, corner_names: str) -> None:
     """Add that a circle touches all sides of a polygon: "circle O inscribed in square ABCD".
 
     The kind of the polygon is a fact as well, which may say more.
     """
-    polygon = draft.add_shape(kind or polygon_kind(names), names)
+    polygon = draft.add_shape(kind or polygon_kind(corner_names), corner_names)
     draft.facts.append(make_term("CircumscribedTo", polygon, draft.name_circle(centre)))
 
 
-def polygon_around(draft: Draft, kind: str | None, names: str, centre: str | None) -> None:
+def polygon_around(draft: Draft, kind: str | None, corner_names: str, centre: str | None) -> None:
     """Add a polygon whose sides all touch a circle: "square ABCD around circle O"."""
-    circle_in(draft, centre=draft.name_circle(centre).names[0], kind=kind, names=names)
+    circle_in(
+        draft, centre=draft.name_circle(centre).names[0], kind=kind, corner_names=corner_names
+    )
 
 
-def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> None:
+def inscribed_angle(draft: Draft, angle_name: str, kind: str, centre: str | None) -> None:
     """Add an angle with its corner on a circle or in its centre: "ABC is inscribed in circle O".
 
     `kind` is "inscribed" or "central". The other two points of a central angle lie on the circle.
     """
     if kind == "inscribed":
-        on_circle(draft, names, centre)
+        on_circle(draft, angle_name, centre)
         return
-    corners = split_point_names(names)
+    corners = split_point_names(angle_name)
     on_circle(draft, f"{corners[0]}{corners[2]}", centre=corners[1])

@@ -29,7 +29,7 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import UnreadError
-from adora_vl.geometry.sides import EquationSide, SideReader, equation
+from adora_vl.geometry.sides import EQUALS_SIGNS, EquationSide, SideReader, equation
 from adora_vl.geometry.signature import signature
 from adora_vl.geometry.stance import mark_asserted_tokens
 from adora_vl.geometry.tokens import ResponseToken, split_into_tokens
@@ -109,7 +109,6 @@ _POSITION_WORDS = {
     "between",
 }
 _DEPTH_CHANGE_BY_BRACKET = {"(": 1, "{": 1, ")": -1, "}": -1}
-_EQUALS_SIGNS = ("=", "≈", "≅")
 
 
 @dataclass(frozen=True)
@@ -393,7 +392,7 @@ class _ClaimReader:
                 # A side that was not read is skipped behind `=` alone. Behind a word such as "is"
                 # the sentence may say anything.
                 following = self._find_next_equal(start)
-                is_equals_sign = self.sides.token_at(start - 1).text in _EQUALS_SIGNS
+                is_equals_sign = self.sides.token_at(start - 1).text in EQUALS_SIGNS
                 if following is None or not is_equals_sign:
                     return
                 end = following
@@ -421,7 +420,7 @@ class _ClaimReader:
         # "ABC has 3 sides".
         if word in _COMPARING_WORDS and side.is_number:
             raise NoSideError(f"{word} stands behind it")
-        is_worded = self.tokens[relation_position].text not in _EQUALS_SIGNS
+        is_worded = self.tokens[relation_position].text not in EQUALS_SIGNS
         # "AB and CD are 5".
         if self.sides.word_at(relation_position) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
@@ -453,7 +452,7 @@ class _ClaimReader:
         cursor = position
         while self.sides.token_at(cursor).kind == "line":
             cursor += 1
-        if self.sides.token_at(cursor).text in _EQUALS_SIGNS:
+        if self.sides.token_at(cursor).text in EQUALS_SIGNS:
             return cursor + 1
         if cursor > position:
             return None

@@ -61,29 +61,29 @@ class Draft:
             self.lines[start, end] = None
         return make_term("Line", start, end)
 
-    def draw_polygon(self, head: str, names: Sequence[str]) -> Term:
+    def draw_polygon(self, head: str, corners: Sequence[str]) -> Term:
         """Note that the sides of a polygon are drawn, and return the polygon as a term.
 
-        `head` is its kind, such as `Triangle`, and `names` are its corners. It becomes the last
+        `head` is its kind, such as `Triangle`, and `corners` are its corners. It becomes the last
         polygon, which a later "the triangle" means.
         """
-        for i in range(len(names)):
-            self.draw_line(names[i - 1], names[i])
-        shape = make_term(head, *names)
+        for i in range(len(corners)):
+            self.draw_line(corners[i - 1], corners[i])
+        shape = make_term(head, *corners)
         self.polygons.append(shape)
         return shape
 
-    def add_shape(self, kind: str, names: str) -> Term:
+    def add_shape(self, kind: str, corner_names: str) -> Term:
         """Add the fact that points are the corners of a shape of a kind, such as a rectangle.
 
         Returns the shape as a term. Raises `SentenceError` where the kind has another number of
         corners.
         """
-        corners = split_point_names(names)
+        corners = split_point_names(corner_names)
         head = kind.capitalize()
         if len(corners) != CORNER_COUNT_BY_SHAPE[head] or len(set(corners)) != len(corners):
             raise SentenceError(
-                f"a {kind} has {CORNER_COUNT_BY_SHAPE[head]} corners, and {names} names {len(set(corners))}"
+                f"a {kind} has {CORNER_COUNT_BY_SHAPE[head]} corners, and {corner_names} names {len(set(corners))}"
             )
         shape = self.draw_polygon(head, corners)
         self.facts.append(shape)
@@ -235,14 +235,14 @@ def make_term(head: str, *arguments: str | Term) -> Term:
     return Term(head=head, arguments=parts)
 
 
-def split_point_names(names: str) -> list[str]:
+def split_point_names(joined_names: str) -> list[str]:
     """Return the points of a name such as `ABC`."""
-    return re.findall(POINT_PATTERN, names)
+    return re.findall(POINT_PATTERN, joined_names)
 
 
-def polygon_kind(names: str) -> str:
+def polygon_kind(corner_names: str) -> str:
     """Return what a polygon with these corners is called by their number, such as "triangle"."""
     # From three corners on; shapes with more than eight have no name that pupils use.
     kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
-    count = len(split_point_names(names))
+    count = len(split_point_names(corner_names))
     return kinds[count - 3] if 3 <= count <= 8 else "polygon"

@@ -23,7 +23,11 @@ from adora_vl.geometry.vectors import cosine, cross_each_other, sine
 
 
 class Drawing(Likeness):
-    """The picture of a logic form: which of its shapes, corners and sides a fact means."""
+    """The picture of a logic form: which of its shapes, corners and sides a fact means.
+
+    `places` has where each point is drawn, as a complex number with y upwards. `terms` are the
+    facts and the question, `fact_terms` the facts alone.
+    """
 
     def corners_of_shape(self, term: Term) -> list[str]:
         """Return the corners of the shape that a term names, in the order round the shape.
@@ -58,33 +62,33 @@ class Drawing(Likeness):
                 return list(named_corners)
         return self._require_shape(None, term)
 
-    def _require_shape(self, names: list[str] | None, term: Term) -> list[str]:
+    def _require_shape(self, corners: list[str] | None, term: Term) -> list[str]:
         """Return the corners of a shape themselves. Raises `UnreadError` where there are none."""
-        if not names:
+        if not corners:
             raise UnreadError(f"the picture does not show which shape {term} is")
-        return names
+        return corners
 
-    def in_drawing_order(self, names: Sequence[str]) -> list[str]:
+    def in_drawing_order(self, corners: Sequence[str]) -> list[str]:
         """Return corners in the order round the shape.
 
         They may be named crosswise, as ABCD for A, B, D, C.
         """
-        names = list(names)
-        if len(names) < 4 or not set(names) <= self.places.keys():
-            return names
-        places = [self.places[name] for name in names]
-        sides = [(places[i - 1], places[i]) for i in range(len(names))]
+        corners = list(corners)
+        if len(corners) < 4 or not set(corners) <= self.places.keys():
+            return corners
+        places = [self.places[name] for name in corners]
+        sides = [(places[i - 1], places[i]) for i in range(len(corners))]
         sides_cross = any(
             cross_each_other((*side, *earlier_side))
             for i, side in enumerate(sides)
             for earlier_side in sides[:i]
         )
         if not sides_cross:
-            return names
+            return corners
         middle = sum(places) / len(places)
-        return sorted(names, key=lambda name: phase(self.places[name] - middle))
+        return sorted(corners, key=lambda name: phase(self.places[name] - middle))
 
-    def right_corner(self, names: Sequence[str]) -> str:
+    def right_corner(self, corners: Sequence[str]) -> str:
         """Return the corner of a triangle with the right angle.
 
         It is the marked one, else the one that looks most like it.
@@ -92,31 +96,31 @@ class Drawing(Likeness):
         for term in self.fact_terms:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
                 shared = set(term.arguments[0].names) & set(term.arguments[1].names)
-                if len(shared) == 1 and shared <= set(names):
+                if len(shared) == 1 and shared <= set(corners):
                     return shared.pop()
-        if not set(names) <= self.places.keys():
-            return names[1]
+        if not set(corners) <= self.places.keys():
+            return corners[1]
 
         def leaning(i: int) -> float:
             """Return how far the corner is from a right angle: the cosine between its sides."""
-            corner = self.places[names[i]]
-            to_previous = self.places[names[i - 1]] - corner
-            to_next = self.places[names[(i + 1) % 3]] - corner
+            corner = self.places[corners[i]]
+            to_previous = self.places[corners[i - 1]] - corner
+            to_next = self.places[corners[(i + 1) % 3]] - corner
             return abs(cosine(to_previous, to_next))
 
-        return names[min(range(3), key=leaning)]
+        return corners[min(range(3), key=leaning)]
 
-    def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
+    def side_with(self, point: str, corners: Sequence[str]) -> tuple[str, str]:
         """Return the side of a polygon that a point lies on, by its two ends.
 
         Where no line goes through the point and a side, it is the side whose middle is nearest.
         Raises `UnreadError` where a place is missing for that.
         """
-        sides = sides_of_polygon(names)
+        sides = sides_of_polygon(corners)
         for side in sides:
             if self.are_on_one_line((point, *side)):
                 return side
-        if not {point, *names} <= self.places.keys():
+        if not {point, *corners} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
 
         def distance_to_middle(side: tuple[str, str]) -> float:
@@ -126,10 +130,10 @@ class Drawing(Likeness):
 
         return min(sides, key=distance_to_middle)
 
-    def with_base_first(self, names: Sequence[str]) -> list[str]:
+    def with_base_first(self, corners: Sequence[str]) -> list[str]:
         """Return the corners of a trapezoid with the first side parallel to the third."""
         # Sets of ends, since a fact may name a side from either end.
-        sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
+        sides = [frozenset((corners[i], corners[(i + 1) % 4])) for i in range(4)]
         parallel_pairs = [
             {frozenset(line.names) for line in term.arguments}
             for term in self.fact_terms
@@ -137,36 +141,36 @@ class Drawing(Likeness):
         ]
         for i in (0, 1):
             if {sides[i], sides[i + 2]} in parallel_pairs:
-                return [*names[i:], *names[:i]]
-        if not set(names) <= self.places.keys():
-            return list(names)
+                return [*corners[i:], *corners[:i]]
+        if not set(corners) <= self.places.keys():
+            return list(corners)
         # No fact says it, so it is the pair of sides that looks more parallel.
-        a, b, c, d = [self.places[name] for name in names]
+        a, b, c, d = [self.places[name] for name in corners]
         sine_of_first_pair = abs(sine(b - a, c - d))
         sine_of_second_pair = abs(sine(c - b, d - a))
         if sine_of_first_pair > sine_of_second_pair:
-            return [*names[1:], names[0]]
-        return list(names)
+            return [*corners[1:], corners[0]]
+        return list(corners)
 
-    def apex(self, names: Sequence[str]) -> str:
+    def apex(self, corners: Sequence[str]) -> str:
         """Return the corner of an isosceles triangle at which the two sides look equal."""
-        if not set(names) <= self.places.keys():
-            return names[0]
+        if not set(corners) <= self.places.keys():
+            return corners[0]
 
         def difference(i: int) -> float:
             """Return how unequal the two sides at a corner are: the logarithm of their ratio."""
-            corner = self.places[names[i]]
-            length_before = abs(corner - self.places[names[i - 1]])
-            length_behind = abs(corner - self.places[names[(i + 1) % 3]])
+            corner = self.places[corners[i]]
+            length_before = abs(corner - self.places[corners[i - 1]])
+            length_behind = abs(corner - self.places[corners[(i + 1) % 3]])
             if not length_before or not length_behind:
                 return math.inf
             return abs(math.log(length_before / length_behind))
 
-        return names[min(range(3), key=difference)]
+        return corners[min(range(3), key=difference)]
 
-    def has_stated_equal_parts(self, names: Sequence[str]) -> bool:
+    def has_stated_equal_parts(self, triangle: Sequence[str]) -> bool:
         """Tell whether a fact says already which sides or angles of a triangle are equal."""
-        corners = set(names)
+        corners = set(triangle)
         for term in self.terms:
             if not term.is_equation:
                 continue

@@ -279,20 +279,20 @@ class DrawnPoints:
         ]
         return sum(distances) / len(distances) if distances else None
 
-    def circle_of_arc(self, names: Sequence[str]) -> Circle:
+    def circle_of_arc(self, points: Sequence[str]) -> Circle:
         """Return the circle that an arc lies on.
 
         Raises `UnreadError` where no circle has its ends, or several circles have them.
         """
-        ends = {names[0], names[-1]}
+        ends = {points[0], points[-1]}
         circles = [circle for circle in self.circles if ends <= set(circle.points)]
         if len(circles) > 1:
             # In the arc ACB, C is no centre but a point of the arc. So a circle around C that also
             # goes through A and B is not meant.
-            circles = [circle for circle in circles if circle.centre not in names]
+            circles = [circle for circle in circles if circle.centre not in points]
         if len(circles) != 1:
             raise UnreadError(
-                f"the form does not say on which circle the arc {''.join(names)} lies"
+                f"the form does not say on which circle the arc {''.join(points)} lies"
             )
         return circles[0]
 

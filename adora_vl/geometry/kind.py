@@ -178,13 +178,13 @@ class KindOfFigure:
         count += sum(1 for arcs in self.separate_arcs if not self._are_apart(state, arcs))
         return count
 
-    def _is_convex(self, state: Vector, names: Sequence[str]) -> bool:
+    def _is_convex(self, state: Vector, corners: Sequence[str]) -> bool:
         """Tell whether corners go round once in the figure, turning to the same side at each."""
-        corners = [self.system.location(state, name) for name in names]
+        places = [self.system.location(state, name) for name in corners]
         # Index -1 is the last corner, so that the side which closes the polygon comes first.
         sides = []
-        for i in range(len(corners)):
-            sides.append(corners[i] - corners[i - 1])
+        for i in range(len(places)):
+            sides.append(places[i] - places[i - 1])
         turns = []
         for i in range(len(sides)):
             # The argument of w * conj(u) is the angle from u to w.

@@ -55,15 +55,15 @@ class Likeness(Regions):
 
         return min(polygons, key=rank)
 
-    def _unlikeness_to_kind(self, kind: str, names: Sequence[str]) -> float:
+    def _unlikeness_to_kind(self, kind: str, corners: Sequence[str]) -> float:
         """Return how far a drawn quadrilateral is from its kind; 0 for any other polygon.
 
         It is a sum over pairs of sides: of sines where they should be parallel, of cosines where
         they should be perpendicular, and of logarithms of their ratio where they should be equal.
         """
-        if len(names) != 4:
+        if len(corners) != 4:
             return 0.0
-        a, b, c, d = [self.places[name] for name in names]
+        a, b, c, d = [self.places[name] for name in corners]
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
         # Parallel sides have the sine 0.
@@ -188,9 +188,9 @@ class Likeness(Regions):
         unlikeness_of_angles = degrees_apart / _DEGREES_PER_UNLIKENESS
         return unlikeness_of_angles + _WEIGHT_OF_SPREAD * _standard_deviation(log_ratios)
 
-    def _angles_and_sides(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
+    def _angles_and_sides(self, corners: Sequence[str]) -> tuple[list[float], list[float]]:
         """Return the drawn angles of a polygon in degrees, and the lengths of its sides."""
-        places = [self.places[name] for name in names]
+        places = [self.places[name] for name in corners]
         angles = []
         sides = []
         for i, location in enumerate(places):

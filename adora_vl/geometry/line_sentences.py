@@ -108,28 +108,28 @@ def cut_two_lines(
 
 
 def diagonals_meet(
-    draft: Draft, point: str, kind: str | None = None, names: str | None = None
+    draft: Draft, point: str, kind: str | None = None, corner_names: str | None = None
 ) -> None:
     """Add that the diagonals of a quadrilateral meet in a point.
 
-    Without `names` it is the polygon that was named last. Its kind is a fact as well. Raises
+    Without `corner_names` it is the polygon that was named last. Its kind is a fact as well. Raises
     `SentenceError` where the polygon is no quadrilateral.
     """
-    if names is not None:
-        draft.add_shape(kind or polygon_kind(names), names)
+    if corner_names is not None:
+        draft.add_shape(kind or polygon_kind(corner_names), corner_names)
     corners = draft.last_polygon(None).names
     if len(corners) != 4:
         raise SentenceError("it does not say which diagonals are meant; name them")
     meet(draft, corners[0], corners[2], corners[1], corners[3], point)
 
 
-def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
+def bisects_angle(draft: Draft, start: str, end: str, angle_name: str) -> None:
     """Add that a line halves an angle: "BD bisects angle ABC".
 
     An angle may be named by its corner alone. Then it is the angle of the last polygon with this
     corner. Raises `SentenceError` for two points, or for more than three.
     """
-    corners = split_point_names(names)
+    corners = split_point_names(angle_name)
     line = draft.draw_line(start, end)
     if len(corners) == 1 and corners[0] in (start, end) and draft.polygons:
         far_end = end if corners[0] == start else start
@@ -138,7 +138,7 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
         draft.draw_line(corners[0], corners[1])
         draft.draw_line(corners[1], corners[2])
     elif len(corners) != 1:
-        raise SentenceError(f"{names} is no angle; write its three points")
+        raise SentenceError(f"{angle_name} is no angle; write its three points")
     draft.facts.append(make_term("BisectsAngle", line, make_term("Angle", *corners)))
 
 
@@ -193,17 +193,17 @@ def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None
     draft.facts.append(make_term("IsPerpendicularBisectorOf", line, draft.draw_line(c, d)))
 
 
-def right_angle(draft: Draft, names: str) -> None:
+def right_angle(draft: Draft, angle_name: str) -> None:
     """Add that an angle is right, by its three points or by its corner: "right angle ABC".
 
     Raises `SentenceError` for any other number of points.
     """
-    corners = split_point_names(names)
+    corners = split_point_names(angle_name)
     if len(corners) == 1:
         right_corner(draft, corners[0])
         return
     if len(corners) != 3:
-        raise SentenceError(f"{names} is no angle; write its three points")
+        raise SentenceError(f"{angle_name} is no angle; write its three points")
     sides = [draft.draw_line(corners[1], corners[0]), draft.draw_line(corners[1], corners[2])]
     draft.facts.append(make_term("Perpendicular", *sides))
 

@@ -427,7 +427,8 @@ class Measures:
     def minor_arc_angle(self, term: Term) -> Quantity:
         """Return the angle at the centre over the shorter arc between two points.
 
-        The term is `Minor(Arc(A, B))`, or `Major(Arc(A, B))`, whose caller takes the rest of 360.
+        The term is `Minor(Arc(A, B))` or `Major(Arc(A, B))`. For a major arc the caller subtracts
+        the result from 360.
         """
         names = term.arguments[0].names
         if len(names) < 2:
@@ -440,14 +441,14 @@ class Measures:
 
     # Areas and perimeters
 
-    def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
+    def polygon_measure(self, head: str, corners: Sequence[str]) -> Quantity:
         """Return the perimeter of a polygon for the head `PerimeterOf`, else its area.
 
-        `names` are the corners in the order round the polygon.
+        `corners` are in the order round the polygon.
         """
         if head == "PerimeterOf":
-            return plus(*(self.distance(*side) for side in sides_of_polygon(names)))
-        return Area(corners=tuple(names))
+            return plus(*(self.distance(*side) for side in sides_of_polygon(corners)))
+        return Area(corners=tuple(corners))
 
     # Arithmetic
 

@@ -178,14 +178,17 @@ def _add_touching(reading: Reading) -> None:
                 reading.add_relation(relation, None)
 
 
-def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
-    """Add what a shape says that the question names, as "area of the rhombus"."""
+def _add_shapes_in_question(reading: Reading, term: Term, fact_number: int) -> None:
+    """Add what shapes in a question say: in "area of the rhombus" that its sides are equal.
+
+    `term` is the question, or a part of it, and `fact_number` its number.
+    """
     for part in term.walk():
         if part is term or part.head in _HEADS_READ_AS_WHOLE:
             continue
         if part.head in _SHAPES_IN_QUESTION or part.head in _ADJECTIVES_IN_QUESTION:
             unread_before = len(reading.unread)
-            reading.add_fact(part, number)
+            reading.add_fact(part, fact_number)
             # A shape that cannot be read is no fault of its own: reading the goal names it.
             del reading.unread[unread_before:]
 

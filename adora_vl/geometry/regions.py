@@ -78,12 +78,12 @@ class Regions(DrawnLines):
             next_points, key=lambda name: (self._direction(end, name) - back_direction) % math.tau
         )
 
-    def signed_area(self, names: Sequence[str]) -> float:
+    def signed_area(self, corners: Sequence[str]) -> float:
         """Return the area of a polygon in square pixels, negative where its corners go clockwise.
 
         By the shoelace formula it is half the sum of the cross products of neighbouring corners.
         """
-        places = [self.places[name] for name in names]
+        places = [self.places[name] for name in corners]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 
     def without_straight_points(self, boundary: Sequence[str]) -> list[str]:

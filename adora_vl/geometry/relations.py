@@ -75,8 +75,8 @@ def point_of_term(measures: Measures, term: Term) -> str:
     return measures.drawing.require_point(term.names[0] if term.arguments else term.head)
 
 
-def require_four(names: Sequence[str]) -> tuple[str, str, str, str]:
+def require_four(corners: Sequence[str]) -> tuple[str, str, str, str]:
     """Return the four corners of a shape. Raises `UnreadError` for another number."""
-    if len(names) != 4:
-        raise UnreadError(f"{''.join(names)} has not four corners")
-    return names[0], names[1], names[2], names[3]
+    if len(corners) != 4:
+        raise UnreadError(f"{''.join(corners)} has not four corners")
+    return corners[0], corners[1], corners[2], corners[3]

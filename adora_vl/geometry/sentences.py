@@ -251,12 +251,12 @@ def _note_descriptions(draft: Draft, side: str) -> str:
         return match["segment"]
 
     def note_shape(match: re.Match[str]) -> str:
-        special(draft, match["adjectives"], match["kind"], match["names"])
-        return f"{match['kind'] or ''} {match['names']}".strip()
+        special(draft, **match.groupdict())
+        return f"{match['kind'] or ''} {match['corner_names']}".strip()
 
     def note_angle(match: re.Match[str]) -> str:
-        inscribed_angle(draft, match["names"], match["kind"], None)
-        return f"angle {match['names']}"
+        inscribed_angle(draft, match["angle_name"], kind=match["kind"], centre=None)
+        return f"angle {match['angle_name']}"
 
     def note_arc(match: re.Match[str]) -> str:
         on_circle(draft, match["points"], match["centre"])
@@ -285,10 +285,10 @@ _ROLE_OF_SEGMENT_PATTERN = re.compile(
 )
 _SPECIAL_SHAPE_PATTERN = re.compile(
     rf"\b(?P<adjectives>(?:{ADJECTIVE_PATTERN})(?: (?:{ADJECTIVE_PATTERN}))?) "
-    rf"(?:(?P<kind>{SHAPE_PATTERN}|polygon) )?(?P<names>(?:{POINT_PATTERN}){{3,}})"
+    rf"(?:(?P<kind>{SHAPE_PATTERN}|polygon) )?(?P<corner_names>(?:{POINT_PATTERN}){{3,}})"
 )
 _KIND_OF_ANGLE_PATTERN = re.compile(
-    rf"\b(?P<kind>central|inscribed) angle (?P<names>(?:{POINT_PATTERN}){{3}})"
+    rf"\b(?P<kind>central|inscribed) angle (?P<angle_name>(?:{POINT_PATTERN}){{3}})"
 )
 _PART_OF_SHAPE_PATTERN = re.compile(
     rf"\b(?P<part>(?:exterior )?angle (?:at )?(?:{POINT_PATTERN})+|{SEGMENT_PATTERN}) "
@@ -300,7 +300,7 @@ _ARC_OF_CIRCLE_PATTERN = re.compile(
 
 
 def _add_role(draft: Draft, role: str, segment: str) -> None:
-    """Note that a segment is called a diameter, a radius, an altitude or the like."""
+    """Note that a segment is what its `role` says: a diameter, a radius, an altitude or the like."""
     start, end = split_point_names(segment)
     if role == "diameter":
         diameter(draft, start, end)
@@ -316,7 +316,7 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
         tangent(draft, start, end)
     elif role in ("altitude", "median", "height"):
         corners = draft.triangle_with(start)
-        line_of_triangle(draft, start=start, end=end, role=role, names="".join(corners))
+        line_of_triangle(draft, start=start, end=end, role=role, corner_names="".join(corners))
     elif role == "hypotenuse":
         hypotenuse(draft, start, end)
     elif role == "base":
@@ -324,14 +324,19 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
 
 
 def _add_midpoint_of_role(
-    draft: Draft, point: str, role: str, segment: str, adjectives: str | None, names: str | None
+    draft: Draft,
+    point: str,
+    role: str,
+    segment: str,
+    adjectives: str | None,
+    corner_names: str | None,
 ) -> None:
     """Note the midpoint of a side by its role: "D is the midpoint of hypotenuse AB".
 
     The triangle of the side may be named behind it, as in "of right triangle ABC".
     """
-    if names is not None:
-        special(draft, adjectives or "", kind="triangle", names=names)
+    if corner_names is not None:
+        special(draft, adjectives or "", kind="triangle", corner_names=corner_names)
     _add_role(draft, role, segment)
     start, end = split_point_names(segment)
     midpoint(draft, point=point, start=start, end=end)
@@ -393,15 +398,16 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<point> at \(?<x:number>, ?<y:number>\)?", place),
     (r"draw <start><end>", Draft.draw_line),
     # Shapes
-    (r"<kind:shape> <names:corners>", Draft.add_shape),
-    (r"(?:<:shape> )?<names:corners> <kind:shape>", Draft.add_shape),
-    (r"<adjectives:adjectives> (?P<kind>polygon|<:shape>) <names:corners>", special),
+    (r"<kind:shape> <corner_names:corners>", Draft.add_shape),
+    (r"(?:<:shape> )?<corner_names:corners> <kind:shape>", Draft.add_shape),
+    (r"<adjectives:adjectives> (?P<kind>polygon|<:shape>) <corner_names:corners>", special),
     (
-        r"(?:<:shape> )?<names:corners> <adjectives:adjectives>(?: (?P<kind>polygon|<:shape>))?",
+        r"(?:<:shape> )?<corner_names:corners> <adjectives:adjectives>"
+        r"(?: (?P<kind>polygon|<:shape>))?",
         special,
     ),
-    (r"(?:triangle )?<names:corners> right (?:triangle )?at <corner>", right_at),
-    (r"right triangle <names:corners> (?:(?:with )?right angle )?at <corner>", right_at),
+    (r"(?:triangle )?<corner_names:corners> right (?:triangle )?at <corner>", right_at),
+    (r"right triangle <corner_names:corners> (?:(?:with )?right angle )?at <corner>", right_at),
     (
         r"(?:<:shape> ?)?<first:corners> (?P<relation>similar|congruent) "
         r"(?:<:shape> )?<second:corners>",
@@ -434,7 +440,7 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<point> midpoint <start><end>", midpoint),
     (
         r"<point> midpoint (?P<role>hypotenuse|diameter|chord|base|leg) <segment:segment>"
-        r"(?: (?:<adjectives:adjectives> )?triangle <names:corners>)?",
+        r"(?: (?:<adjectives:adjectives> )?triangle <corner_names:corners>)?",
         _add_midpoint_of_role,
     ),
     (r"<first> and <second> midpoint <a><b> and <c><d>", two_midpoints),
@@ -450,19 +456,19 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
         cut_two_lines,
     ),
     (r"<point> intersection <a><b> and <c><d>", meet),
-    (r"diagonals(?: (?:<kind:shape> )?<names:corners>)? meet at <point>", diagonals_meet),
-    (r"<start><end> diagonal(?: (?:<kind:shape> ?)?<names:corners>)?", diagonal),
-    (r"<start><end> bisects angle <names:angle>", bisects_angle),
-    (r"<start><end> (?:angle )?bisector (?:angle )?<names:angle>", bisects_angle),
-    (r"<start><end> (?:angle )?bisector triangle <names:corners>", bisector),
+    (r"diagonals(?: (?:<kind:shape> )?<corner_names:corners>)? meet at <point>", diagonals_meet),
+    (r"<start><end> diagonal(?: (?:<kind:shape> ?)?<corner_names:corners>)?", diagonal),
+    (r"<start><end> bisects angle <angle_name:angle>", bisects_angle),
+    (r"<start><end> (?:angle )?bisector (?:angle )?<angle_name:angle>", bisects_angle),
+    (r"<start><end> (?:angle )?bisector triangle <corner_names:corners>", bisector),
     (r"<a><b> bisects <c><d>(?: at <at>)?", bisects_line),
     (r"<a><b> and <c><d> bisect each other(?: at <at>)?", bisect_each),
     (r"<a><b> perpendicular bisector <c><d>", perpendicular_bisector),
-    (r"right angle (?:at )?<names:angle>", right_angle),
-    (r"angle <names:angle> right(?: angle)?", right_angle),
+    (r"right angle (?:at )?<angle_name:angle>", right_angle),
+    (r"angle <angle_name:angle> right(?: angle)?", right_angle),
     # Lines of triangles and trapezoids
     (
-        r"<start><end> (?P<role>altitude|height|median) (?:<:shape> )?<names:corners>"
+        r"<start><end> (?P<role>altitude|height|median) (?:<:shape> )?<corner_names:corners>"
         r"(?: <side:segment>)?",
         line_of_triangle,
     ),
@@ -483,16 +489,16 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     ),
     (r"<segment:segment> (?P<role>altitude|median)", _add_role),
     (
-        r"<start><end> midsegment(?: (?P<kind>triangle|trapezoid)?)?(?: ?<names:corners>)?",
+        r"<start><end> midsegment(?: (?P<kind>triangle|trapezoid)?)?(?: ?<corner_names:corners>)?",
         midsegment,
     ),
     (
-        r"<start><end> midsegment triangle <names:corners> parallel <base:segment>",
+        r"<start><end> midsegment triangle <corner_names:corners> parallel <base:segment>",
         midsegment_parallel,
     ),
     (
         r"<point> (?P<centre>centroid|incenter|orthocenter|circumcenter) "
-        r"(?:triangle )?<names:corners>",
+        r"(?:triangle )?<corner_names:corners>",
         centre_of_triangle,
     ),
     # Circles
@@ -513,7 +519,7 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
         r"(?: ?at <a> and <b>)?(?: from <:point>)?",
         two_tangents,
     ),
-    (rf"<names:corners> secant{_IN_CIRCLE}?", secant),
+    (rf"<points:corners> secant{_IN_CIRCLE}?", secant),
     (rf"secants? <first:corners> and (?:secant )?<second:corners>{_IN_CIRCLE}?", two_secants),
     (rf"<first:corners> and <second:corners> secants?{_IN_CIRCLE}?", two_secants),
     (rf"<start><end> diameter{_IN_CIRCLE}?", diameter),
@@ -525,18 +531,18 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"chord <start><end>", chord),
     (r"<point> on (?:(?P<size>major|minor) )?arc <start><end>", on_arc),
     (
-        rf"angle <names:corners> (?P<kind>inscribed|central)(?: angle)?{_IN_CIRCLE}?",
+        rf"angle <angle_name:corners> (?P<kind>inscribed|central)(?: angle)?{_IN_CIRCLE}?",
         inscribed_angle,
     ),
     (
-        r"(?:<adjectives:adjectives> )?(?:(?P<kind>polygon|<:shape>) )?<names:corners> "
+        r"(?:<adjectives:adjectives> )?(?:(?P<kind>polygon|<:shape>) )?<corner_names:corners> "
         rf"inscribed{_IN_CIRCLE}",
         inscribed,
     ),
-    (rf"<names:corners> <kind:shape> inscribed{_IN_CIRCLE}", inscribed),
-    (r"circle <centre> inscribed in (?:<kind:shape> ?)?<names:corners>", circle_in),
-    (r"circle <centre> around (?:<kind:shape> ?)?<names:corners>", circle_around),
-    (rf"(?:<kind:shape> ?)?<names:corners> around{_IN_CIRCLE}", polygon_around),
+    (rf"<corner_names:corners> <kind:shape> inscribed{_IN_CIRCLE}", inscribed),
+    (r"circle <centre> inscribed in (?:<kind:shape> ?)?<corner_names:corners>", circle_in),
+    (r"circle <centre> around (?:<kind:shape> ?)?<corner_names:corners>", circle_around),
+    (rf"(?:<kind:shape> ?)?<corner_names:corners> around{_IN_CIRCLE}", polygon_around),
     # Sizes without an equals sign
     (
         r"<first:measure> and <second:measure> (?P<word>supplementary|complementary)",

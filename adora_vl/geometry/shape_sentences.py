@@ -21,7 +21,7 @@ from adora_vl.geometry.line_sentences import (
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 
-def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None:
+def special(draft: Draft, adjectives: str, kind: str | None, corner_names: str) -> None:
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
     `adjectives` are one or two words such as "right isosceles". Without `kind` the number of
@@ -31,12 +31,14 @@ def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None
 
     Raises `SentenceError` where the kind has another number of corners.
     """
-    corners = split_point_names(names)
-    kind = kind or polygon_kind(names)
+    corners = split_point_names(corner_names)
+    kind = kind or polygon_kind(corner_names)
     head = kind.capitalize()
     count = CORNER_COUNT_BY_SHAPE.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
-        raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
+        raise SentenceError(
+            f"a {kind} has {count} corners, and {corner_names} names {len(set(corners))}"
+        )
     polygon = draft.draw_polygon(head, corners)
     words = adjectives.split()
     if "cyclic" in words:
@@ -62,9 +64,9 @@ def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None
         draft.facts.append(polygon)
 
 
-def right_at(draft: Draft, names: str, corner: str) -> None:
+def right_at(draft: Draft, corner_names: str, corner: str) -> None:
     """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
-    draft.add_shape(polygon_kind(names), names)
+    draft.add_shape(polygon_kind(corner_names), corner_names)
     right_corner(draft, corner)
 
 
@@ -98,14 +100,14 @@ def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
 
 
 def diagonal(
-    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+    draft: Draft, start: str, end: str, kind: str | None = None, corner_names: str | None = None
 ) -> None:
     """Add that a segment is a diagonal of a shape: "AC is a diagonal of rectangle ABCD".
 
     The kind of the shape is a fact as well, which may say more.
     """
-    if names is not None:
-        draft.add_shape(kind or polygon_kind(names), names)
+    if corner_names is not None:
+        draft.add_shape(kind or polygon_kind(corner_names), corner_names)
     draft.draw_line(start, end)
 
 
@@ -148,7 +150,7 @@ _HEAD_BY_CENTRE = {
 
 
 def line_of_triangle(
-    draft: Draft, start: str, end: str, role: str, names: str, side: str | None = None
+    draft: Draft, start: str, end: str, role: str, corner_names: str, side: str | None = None
 ) -> None:
     """Add a median or an altitude of a triangle: "AD is the altitude of ABC", or "of ABC to BC".
 
@@ -156,18 +158,18 @@ def line_of_triangle(
     "height". Raises `SentenceError` where the line does not begin at one corner, and where `side`
     is not the opposite side.
     """
-    corners = split_point_names(names)
+    corners = split_point_names(corner_names)
     if len(corners) == 4:
-        line_of_trapezoid(draft, start, end, role, names)
+        line_of_trapezoid(draft, start, end, role, corner_names)
         return
     if len(corners) != 3 or len({start, end} & set(corners)) != 1:
         raise SentenceError(
-            f"{start}{end} does not go from a corner of {names} to a point of the opposite side"
+            f"{start}{end} does not go from a corner of {corner_names} to a point of the opposite side"
         )
     foot = end if start in corners else start
     base = [name for name in corners if name not in (start, end)]
     if side is not None and set(split_point_names(side)) != set(base):
-        raise SentenceError(f"{start}{end} does not go to the side {side} of {names}")
+        raise SentenceError(f"{start}{end} does not go to the side {side} of {corner_names}")
     draft.put_on_line(foot, base[0], base[1])
     head = "IsMedianOf" if role == "median" else "IsAltitudeOf"
     draft.facts.append(
@@ -175,30 +177,33 @@ def line_of_triangle(
     )
 
 
-def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
+def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, corner_names: str) -> None:
     """Add the median of a trapezoid, which is its midsegment.
 
-    It goes from `start` to `end`, and `names` are the corners of the trapezoid. `role` is "median",
-    "altitude" or "height". Raises `SentenceError` for the two latter, since their names do not say
-    where they stand.
+    It goes from `start` to `end`. `corner_names` are those of the trapezoid, "ABCD". `role` is
+    "median", "altitude" or "height". Raises `SentenceError` for an altitude or a height, since its
+    name does not say where it stands.
     """
     if role != "median":
         raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
-    midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
+    midsegment(draft, start=start, end=end, kind="trapezoid", corner_names=corner_names)
 
 
 def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
-    """Add a median or an altitude to a side: "AD is the altitude to BC"."""
+    """Add a median or an altitude to a side: "AD is the altitude to BC".
+
+    `role` is as in `line_of_triangle`.
+    """
     ends = split_point_names(side)
-    top = start if end in ends or start not in ends else end
-    foot = end if top == start else start
-    names = [top, *ends]
+    begins_at_foot = start in ends and end not in ends
+    top = end if begins_at_foot else start
+    foot = start if begins_at_foot else end
     if foot in ends:
         # A leg of a right triangle is an altitude as well.
         other_end = next(name for name in ends if name != foot)
         right_angle(draft, f"{top}{foot}{other_end}")
         return
-    line_of_triangle(draft, start=start, end=end, role=role, names="".join(names))
+    line_of_triangle(draft, start=start, end=end, role=role, corner_names=f"{top}{side}")
 
 
 def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
@@ -211,10 +216,10 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
         draft.put_on_line(foot, ends[0], ends[1])
         angle_points = split_point_names(corner)
         vertex = angle_points[len(angle_points) // 2]
-        bisects_angle(draft, start=vertex, end=foot, names=f"{ends[0]}{vertex}{ends[1]}")
+        angle_name = f"{ends[0]}{vertex}{ends[1]}"
+        bisects_angle(draft, start=vertex, end=foot, angle_name=angle_name)
         return
-    names = f"{corner}{side}"
-    line_of_triangle(draft, start=corner, end=foot, role=role, names=names)
+    line_of_triangle(draft, start=corner, end=foot, role=role, corner_names=f"{corner}{side}")
 
 
 def two_roles_meet(
@@ -226,40 +231,44 @@ def two_roles_meet(
     d. Without `triangle` a line belongs to the only triangle that has its first point.
     """
     for start, end in ((a, b), (c, d)):
-        names = triangle or "".join(draft.triangle_with(start))
+        corner_names = triangle or "".join(draft.triangle_with(start))
         if role.endswith("bisectors"):
-            bisector(draft, start, end, names)
+            bisector(draft, start, end, corner_names)
         else:
-            line_of_triangle(draft, start=start, end=end, role=role[:-1], names=names)
+            line_of_triangle(draft, start=start, end=end, role=role[:-1], corner_names=corner_names)
     meet(draft, a, b, c, d, at)
 
 
-def bisector(draft: Draft, start: str, end: str, names: str) -> None:
+def bisector(draft: Draft, start: str, end: str, corner_names: str) -> None:
     """Add the bisector of an angle, or of the corner of a triangle where it begins.
 
-    "AD bisector of triangle ABC" begins at the corner A and ends on the opposite side.
+    `corner_names` is the angle, "BAC", or the triangle, "ABC". "AD bisector of triangle ABC" begins
+    at the corner A and ends on the opposite side.
     """
-    corners = split_point_names(names)
+    angle_name = corner_names
+    corners = split_point_names(corner_names)
     ends = {start, end} & set(corners)
     if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
         corner = ends.pop()
         sides = [name for name in corners if name != corner]
-        names = f"{sides[0]}{corner}{sides[1]}"
+        angle_name = f"{sides[0]}{corner}{sides[1]}"
         draft.draw_polygon("Triangle", corners)
         foot = end if start == corner else start
         draft.put_on_line(foot, sides[0], sides[1])
-    bisects_angle(draft, start, end, names)
+    bisects_angle(draft, start, end, angle_name)
 
 
 def midsegment(
-    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+    draft: Draft, start: str, end: str, kind: str | None = None, corner_names: str | None = None
 ) -> None:
     """Add that a segment joins the middles of two sides: "DE is a midsegment of triangle ABC".
 
     The midsegment of a trapezoid joins the middles of its legs. Without a shape the last one is
     meant. Raises `SentenceError` for any other shape.
     """
-    corners = split_point_names(names) if names is not None else draft.last_polygon(kind).names
+    corners = split_point_names(corner_names or "")
+    if corner_names is None:
+        corners = draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
@@ -269,23 +278,23 @@ def midsegment(
     draft.facts.append(make_term("IsMidsegmentOf", draft.draw_line(start, end), polygon))
 
 
-def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
+def midsegment_parallel(draft: Draft, start: str, end: str, corner_names: str, base: str) -> None:
     """Add a midsegment and the side parallel to it: "DE is a midsegment of ABC parallel to AB"."""
-    corners = split_point_names(names)
+    corners = split_point_names(corner_names)
     base_ends = split_point_names(base)
     tops = [name for name in corners if name not in base_ends]
     if len(tops) != 1 or len(corners) != 3:
-        raise SentenceError(f"{base} is no side of {names}")
+        raise SentenceError(f"{base} is no side of {corner_names}")
     # Its ends lie on the sides from the top to the ends of the base, in the same order.
     (top,) = tops
     draft.put_on_line(start, top, base_ends[0])
     draft.put_on_line(end, top, base_ends[1])
-    midsegment(draft, start=start, end=end, kind="triangle", names=names)
+    midsegment(draft, start=start, end=end, kind="triangle", corner_names=corner_names)
 
 
-def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
+def centre_of_triangle(draft: Draft, point: str, centre: str, corner_names: str) -> None:
     """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
-    corners = split_point_names(names)
+    corners = split_point_names(corner_names)
     polygon = draft.draw_polygon("Triangle", corners)
     if centre == "circumcenter":
         for corner in corners:

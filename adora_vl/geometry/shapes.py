@@ -59,9 +59,9 @@ class SeparateArcs(NamedTuple):
     second: tuple[str, str]
 
 
-def sides_of_polygon(names: Sequence[str]) -> list[tuple[str, str]]:
+def sides_of_polygon(corners: Sequence[str]) -> list[tuple[str, str]]:
     """Return the sides of a polygon by their ends; the side that closes it comes first."""
-    return [(names[i - 1], names[i]) for i in range(len(names))]
+    return [(corners[i - 1], corners[i]) for i in range(len(corners))]
 
 
 def unwrap_shape(term: Term) -> Term:

@@ -53,6 +53,7 @@ _INVERSE_BY_WORD = {
     "tan": math.atan,
 }
 _VALUE_KINDS = ("number", "points")  # kinds of tokens that can stand on either side of a ratio
+EQUALS_SIGNS = ("=", "≈", "≅")  # signs between the two sides of an equation
 # A side does not end before one of these signs.
 _SIGNS_INSIDE_SIDES = {"^", "*", "/", "%", "±", "_", "|", "\\", "+", "-"}
 _CLOSING_BY_OPENING = {"(": ")", "{": "}", "[": "]"}
@@ -192,9 +193,7 @@ class SideReader(NameReader):
             elif token.text == "/":
                 factor, cursor = self.power(cursor + 1)
                 quantity = over(quantity, factor)
-            elif self._begins_factor(
-                cursor, follows_number=self.token_at(cursor - 1).kind == "number"
-            ):
+            elif self._begins_factor(cursor):
                 # There is no sign between the factors, as in `2x`.
                 try:
                     factor, end = self.power(cursor)
@@ -205,7 +204,8 @@ class SideReader(NameReader):
                     raise
                 is_apart = token.is_apart and not token.is_math
                 is_function = token.text in _FUNCTION_BY_WORD
-                if is_apart and not is_function and self._is_relation_sign(end):
+                is_left_side = self.token_at(end).text in EQUALS_SIGNS
+                if is_apart and not is_function and is_left_side:
                     return quantity, cursor  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
                 cursor = end
@@ -228,17 +228,14 @@ class SideReader(NameReader):
             return _WordedFactor(factor=_FRACTION_BY_WORD[fraction_word], end=end + 1)
         return None
 
-    def _is_relation_sign(self, position: int) -> bool:
-        """Tell whether a sign that joins two sides stands here."""
-        return self.token_at(position).text in ("=", "≈", "≅")
-
-    def _begins_factor(self, position: int, *, follows_number: bool) -> bool:
+    def _begins_factor(self, position: int) -> bool:
         """Tell whether a factor without a sign before it begins here, such as the x of `2x`.
 
-        Usually there has to be no space before it. `follows_number` tells whether a number stands
-        before it; then points, angles and functions may also follow behind a space, as in `3 AB`.
+        Usually there has to be no space before it. Behind a number, points, angles and functions
+        may also stand behind a space, as in `3 AB`.
         """
         token = self.token_at(position)
+        follows_number = self.token_at(position - 1).kind == "number"
         is_near = not token.is_apart or token.is_math
         if token.kind == "points":
             return is_near or follows_number
@@ -430,11 +427,10 @@ class SideReader(NameReader):
         """
         word = self.word_at(start)
         cursor = start + 1
-        is_inverse_word = word.startswith("arc")  # `arcsin`; the inverse is also spelt `sin^{-1}`
-        if is_inverse_word or self._inverts(cursor):
-            if not is_inverse_word:
-                cursor = self._behind_inverse(cursor)
-            quantity, cursor = self.group(cursor)
+        # The inverse is spelt `arcsin` or `sin^{-1}`.
+        behind_inverse = cursor if word.startswith("arc") else self._behind_minus_one(cursor)
+        if behind_inverse is not None:
+            quantity, cursor = self.group(behind_inverse)
             value = number_of_quantity(quantity)
             if value is None:
                 raise NoSideError("the angle of a sine that is no number")
@@ -466,12 +462,8 @@ class SideReader(NameReader):
         quantity, cursor = self.group(start)
         return quantity, self.past_unit(cursor)
 
-    def _inverts(self, position: int) -> bool:
-        """Tell whether an exponent of -1 stands here."""
-        return self._behind_inverse(position) > position
-
-    def _behind_inverse(self, position: int) -> int:
-        """Return the position behind an exponent of -1, or the same position without one."""
+    def _behind_minus_one(self, position: int) -> int | None:
+        """Return the position behind the exponent of -1 that stands here; None without one."""
         texts = [self.token_at(position + step).text for step in range(5)]
         if texts[:2] == ["^", "-1"]:
             return position + 2
@@ -479,7 +471,7 @@ class SideReader(NameReader):
             return position + 3
         if texts == ["^", "{", "-", "1", "}"]:
             return position + 5
-        return position
+        return None
 
 
 def _raised(base: Quantity, exponent: Quantity) -> Quantity:

@@ -58,18 +58,18 @@ def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _trapezoid_midsegment(
-    measures: Measures, line: tuple[str, str], names: Sequence[str]
+    measures: Measures, line: tuple[str, str], corners: Sequence[str]
 ) -> Iterator[Relation]:
     """Say that the midsegment of a trapezoid joins the middles of its legs.
 
-    `names` are the corners of the trapezoid, whose bases are parallel. The picture shows which end
+    `corners` are those of the trapezoid, whose bases are parallel. The picture shows which end
     lies on which leg. Without places the first end of the line lies on the leg b-c.
     """
-    a, b, c, d = require_four(measures.drawing.with_base_first(names))
+    a, b, c, d = require_four(measures.drawing.with_base_first(corners))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
         for point in line:
-            yield Mean(point=point, points=measures.drawing.side_with(point, names))
+            yield Mean(point=point, points=measures.drawing.side_with(point, corners))
         return
     yield Mean(point=line[0], points=(b, c))
     yield Mean(point=line[1], points=(d, a))
