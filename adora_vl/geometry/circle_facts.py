@@ -32,7 +32,8 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
         for circle in measures.drawing.circles
         if circle.centre == centre and name in circle.points
     ]
-    yield lies_on_circle(measures, name, circles[0] if circles else measures.drawing.circle(target))
+    circle = circles[0] if circles else measures.drawing.circle(target)
+    yield lies_on_circle(measures, name, circle)
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:

@@ -289,8 +289,10 @@ class RelationReader:
             if self.sides.word_at(start + 1) == "bisector":
                 return self._read_bisector(subjects[0], start + 1)
             return self._read_pair(subjects, self._skip_to_words(start + 1), word.capitalize())
-        if word in ("bisector", "angle"):
-            return self._read_bisector(subjects[0], start if word == "bisector" else start + 1)
+        if word == "bisector":
+            return self._read_bisector(subjects[0], start)
+        if word == "angle":  # "angle bisector"
+            return self._read_bisector(subjects[0], start + 1)
         if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
             return self._read_circle_complement(subjects, word, start + 1)
         if word in ("equal", "congruent") and len(subjects) > 1:

@@ -238,21 +238,16 @@ class _ClaimReader:
         previous_token = self.sides.token_at(position - 1)
         if position == 0 or previous_token.kind == "line":
             return False
-        if (
-            previous_token.text in _SIGNS_THAT_CONTINUE
-            or previous_token.text.lower() in _WORDS_IN_FORMULAS
-        ):
+        previous_text = previous_token.text
+        if previous_text in _SIGNS_THAT_CONTINUE or previous_text.lower() in _WORDS_IN_FORMULAS:
             return True
         token = self.tokens[position]
         # The CD of the ratio `AB:CD`. Any other colon ends a clause.
         if previous_token.text == ":":
             return self.sides.is_ratio(position - 1)
         # The 5 of `2,5`.
-        if (
-            previous_token.text == ","
-            and previous_token.end == token.start
-            and token.kind == "number"
-        ):
+        is_close_to_comma = previous_token.text == "," and previous_token.end == token.start
+        if is_close_to_comma and token.kind == "number":
             return self.sides.token_at(position - 2).kind == "number"
         if self._is_position(position) or self._is_spelt_out(position):
             return True
@@ -411,11 +406,8 @@ class _ClaimReader:
         side, end = self.sides.side(position)
         word = self.sides.word_at(end)
         # "AB is 5 more than CD".
-        if (
-            word in _FACTOR_BY_COMPARATIVE
-            and side.is_number
-            and self.sides.word_at(end + 1) == "than"
-        ):
+        is_compared = word in _FACTOR_BY_COMPARATIVE and self.sides.word_at(end + 1) == "than"
+        if is_compared and side.is_number:
             return self._read_difference(side, end + 2, factor=_FACTOR_BY_COMPARATIVE[word])
         # "ABC has 3 sides".
         if word in _COMPARING_WORDS and side.is_number:
@@ -533,12 +525,9 @@ class _ClaimReader:
         except (NoSideError, UnreadError, ValueError):
             return
         is_of_the_problem = token.text in self.sides.unknowns
-        is_number = isinstance(quantity, Constant)
-        if (
-            is_of_the_problem
-            and not is_number
-            and not self._fact_gives_letter(quantity, token.text)
-        ):
+        if not is_of_the_problem or isinstance(quantity, Constant):
+            return
+        if not self._fact_gives_letter(quantity, token.text):
             self.sides.hidden.add(token.text)
 
     def _fact_gives_letter(self, quantity: Quantity, letter: str) -> bool:

@@ -175,7 +175,8 @@ class Drawing(Likeness):
             if not term.is_equation:
                 continue
             sides = [set(inner_names(side, "LengthOf")) for side in term.arguments]
-            if all(len(side) == 2 and side <= corners for side in sides) and sides[0] != sides[1]:
+            are_sides = all(len(side) == 2 and side <= corners for side in sides)
+            if are_sides and sides[0] != sides[1]:
                 return True
             angles = [inner_names(angle, "MeasureOf") for angle in term.arguments]
             if all(len(angle) == 3 and angle[1] in corners for angle in angles):

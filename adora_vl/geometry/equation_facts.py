@@ -49,7 +49,8 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
             is_median=False,
         )
         return
-    if measure.head == "Line" and size.head == "HypotenuseOf" and len(size.arguments[0].names) == 3:
+    is_hypotenuse = size.head == "HypotenuseOf" and len(size.arguments[0].names) == 3
+    if measure.head == "Line" and is_hypotenuse:
         yield from opposite_right_angle(measure.names, size.arguments[0].names)
         return
     if measure.head == "Line" and _is_side_of_isosceles(size):
@@ -60,7 +61,10 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         unit = unit_of_term(size)
     value = measures.quantity(measure)
     size_value = measures.quantity(size)
-    if unit == "degrees" and (_means_other_side(measure, size) or _is_shorter_arc(measures, term)):
+    goes_other_way = unit == "degrees" and (
+        _means_other_side(measure, size) or _is_shorter_arc(measures, term)
+    )
+    if goes_other_way:
         value = minus(Constant(360.0), value)
     yield Equal(left=value, right=size_value, unit=unit)
 

@@ -158,11 +158,12 @@ class Judgement:
         ]
         base = self.figure.system
         # A sum of all letters as the goal gives the new system the same letters as the figure's.
-        names = [Unknown(name) for name in base.unknowns]
+        letters = [Unknown(name) for name in base.unknowns]
+        sum_of_letters = plus(*letters) if letters else None
         system = System(
             points=base.points,
             relations=list(dict.fromkeys(relations)),
-            goal=plus(*names) if names else None,
+            goal=sum_of_letters,
             figure_size=base.figure_size,
         )
         assert system.count == base.count, "claims have no unknowns of their own"

@@ -84,11 +84,8 @@ def unit_of_term(term: Term) -> Unit:
     the letter `x`.
     """
     for part in term.walk():
-        if (
-            part.head in _LENGTH_HEADS
-            and part.arguments
-            and part.arguments[0].head not in ("MeasureOf", "Angle")
-        ):
+        is_length = part.head in _LENGTH_HEADS and bool(part.arguments)
+        if is_length and part.arguments[0].head not in ("MeasureOf", "Angle"):
             return "length"
         if part.head in _UNIT_BY_HEAD:
             return _UNIT_BY_HEAD[part.head]
@@ -309,7 +306,8 @@ class Measures:
         first = unwrap_shape(term.arguments[0]).names
         second = unwrap_shape(term.arguments[1]).names
         drawing = self.drawing
-        if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
+        are_points = len(first) == len(second) == 1 and {*first, *second} <= set(drawing.points)
+        if are_points:
             (point,) = first
             (image,) = second
             for centre in drawing.points:

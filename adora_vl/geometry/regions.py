@@ -44,7 +44,9 @@ class Regions(DrawnLines):
         for start in sorted(self._neighbours_by_point):
             for end in sorted(self._neighbours_by_point[start]):
                 face = self._walk_face(start, end, visited)
-                if len(face) > 2 and len(set(face)) == len(face) and self.signed_area(face) > 0:
+                is_simple = len(face) > 2 and len(set(face)) == len(face)
+                # The walk round the outside goes clockwise, so its area is negative.
+                if is_simple and self.signed_area(face) > 0:
                     faces.append(face)
         return faces
 

@@ -72,7 +72,8 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
 
 def point_of_term(measures: Measures, term: Term) -> str:
     """Return the name of the point that a term is (`A`) or names (`Point(A)`)."""
-    return measures.drawing.require_point(term.names[0] if term.arguments else term.head)
+    name = term.names[0] if term.arguments else term.head
+    return measures.drawing.require_point(name)
 
 
 def require_four(corners: Sequence[str]) -> tuple[str, str, str, str]:

@@ -300,7 +300,7 @@ _ARC_OF_CIRCLE_PATTERN = re.compile(
 
 
 def _add_role(draft: Draft, role: str, segment: str) -> None:
-    """Note that a segment is what its `role` says: a diameter, a radius, an altitude or the like."""
+    """Note that a segment is what its `role` says: a diameter, a radius, an altitude, ..."""
     start, end = split_point_names(segment)
     if role == "diameter":
         diameter(draft, start, end)

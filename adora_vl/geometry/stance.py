@@ -118,7 +118,8 @@ def mark_asserted_tokens(tokens: Sequence[ResponseToken]) -> list[bool]:
     is_supposed_before = False
     start = 0
     for number, token in enumerate(tokens):
-        if token.kind == "line" or token.text in (".", "?", "!") or number == len(tokens) - 1:
+        ends_sentence = token.kind == "line" or token.text in (".", "?", "!")
+        if ends_sentence or number == len(tokens) - 1:
             sentence = _Sentence(tokens[start : number + 1], is_supposed_before)
             asserted += sentence.mark_asserted()
             if any(sentence_token.kind != "line" for sentence_token in sentence.tokens):

@@ -167,7 +167,8 @@ class _SideParser:
             sign = self.peek()
             if sign in ("*", "/"):
                 self.next_index += 1
-                product = make_term("Mul" if sign == "*" else "Div", product, self.power())
+                head = "Mul" if sign == "*" else "Div"
+                product = make_term(head, product, self.power())
             elif sign and sign not in ("+", "-", ")"):
                 product = make_term("Mul", product, self.power())
             else:
@@ -272,8 +273,9 @@ def _read_circle_measure(draft: Draft, text: str) -> Term:
     """Read radius, diameter, circumference or area of a circle: "radius O" or "radius" alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
-    centre = re.search(rf"{POINT_PATTERN}$", text)
-    return make_term(f"{head[0].capitalize()}Of", draft.name_circle(centre[0] if centre else None))
+    match = re.search(rf"{POINT_PATTERN}$", text)
+    centre = match[0] if match else None
+    return make_term(f"{head[0].capitalize()}Of", draft.name_circle(centre))
 
 
 def _read_shape(draft: Draft, text: str) -> Term:

@@ -94,7 +94,8 @@ def foot_relations(
     tops = [name for name in line if name in corners]
     feet = [name for name in line if name not in corners]
     base = [name for name in corners if name not in line]
-    if len(corners) == 3 and len(tops) == 1 and len(feet) == 1 and len(base) == 2:
+    # The line goes from one corner of the triangle to a point on the side of the two others.
+    if len(corners) == 3 and len(tops) == 1 and len(base) == 2:
         yield collinear(feet[0], base[0], base[1])
         yield _foot_relation(line, feet[0], (base[0], base[1]), is_median=is_median)
         return

@@ -373,7 +373,8 @@ def try_rewards(
         text = rf"The answer is \boxed{{{row.get('answer', '')}}}."
         # TRL gives completions as text where prompts are text, else as messages.
         is_text = isinstance(row["prompt"], str)
-        completions.append(text if is_text else [{"role": "assistant", "content": text}])
+        completion = text if is_text else [{"role": "assistant", "content": text}]
+        completions.append(completion)
     columns = {}
     for name in rows[0]:
         if name not in ("prompt", "completion"):

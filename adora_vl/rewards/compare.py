@@ -342,7 +342,8 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     axes = "ijk"[: len(reference.parts)]
     has_axis_for_each_part = len(axes) == len(reference.parts)
     are_numbers = all(part.plain_number for part in reference.parts)
-    if not has_axis_for_each_part or not are_numbers or not unknown_names(answer_tree) <= set(axes):
+    has_other_unknowns = not unknown_names(answer_tree) <= set(axes)
+    if not has_axis_for_each_part or not are_numbers or has_other_unknowns:
         return wrong_result("different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []

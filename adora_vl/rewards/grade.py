@@ -240,9 +240,10 @@ def _decide_verdict(
     # such as `c` or `(c)5`, may be meant as a value, which then decides.
     is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
     is_final = is_capital_letter and _value_of_letter(answer_choice.letter, choices) is not None
-    if letter_result.verdict == "correct" or is_final or value_result.verdict != "correct":
-        return letter_result
-    return value_result
+    may_be_value = not is_final and value_result.verdict == "correct"
+    if letter_result.verdict != "correct" and may_be_value:
+        return value_result
+    return letter_result
 
 
 def _decide_without_choices(

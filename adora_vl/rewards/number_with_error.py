@@ -105,7 +105,7 @@ class NumberWithError:
         if self.is_exact and factor.is_exact:
             return _exact_result(self.value * factor.value)
         # An exact 0 makes the product 0, however large the error of the other factor is.
-        if (self.is_exact and self.value == 0) or (factor.is_exact and factor.value == 0):
+        if any(number.is_exact and number.value == 0 for number in (self, factor)):
             return NumberWithError(Fraction(0))
         first = self.as_mpmath()
         second = factor.as_mpmath()

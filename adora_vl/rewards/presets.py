@@ -198,9 +198,9 @@ def _build_references(
     usable_references: set[_Reference] = set()
     for row, row_answer in enumerate(answer):
         row_choices = choices[row] if choices is not None else None
-        reference = _Reference(
-            answer=str(row_answer), choices=None if row_choices is None else tuple(row_choices)
-        )
+        if row_choices is not None:
+            row_choices = tuple(row_choices)
+        reference = _Reference(answer=str(row_answer), choices=row_choices)
         if reference not in usable_references:
             fault = describe_reference_fault(row_answer, reference.choices)
             if fault is not None:

@@ -265,8 +265,9 @@ def _parse_side_of_inequality(text: str) -> ExpressionTree:
     if letter not in unknown_names(tree):
         raise ParseError("relation")
     is_length = FIGURE_NAME_PATTERN.fullmatch(absolute[1]) is not None
-    name = undecorated_name(absolute[1] if is_length else absolute[0])
-    return replace_node(tree, ("unknown", letter), ("unknown", name))
+    name = absolute[1] if is_length else absolute[0]
+    unknown = ("unknown", undecorated_name(name))
+    return replace_node(tree, ("unknown", letter), unknown)
 
 
 def _solve_absolute_inequality(

@@ -202,10 +202,11 @@ class StepsReward:
         The arguments are those that TRL passes, and the columns of the data set. `thinking_opened`
         says whether each prompt ends in `<think>`.
 
-        It adds the columns `new`, `false` and `steps` to the record, and logs the shares
-        `steps/figures`, `steps/new`, `steps/false`, `steps/unread` and `steps/lucky`, and
-        milliseconds per completion, `steps/ms`. Raises `UserError` where the column `figure` is
-        missing, or with `gate` the column `answer`.
+        It adds the columns `new`, `false` and `steps` to the record, the counts and verdicts of
+        `ClaimCheck`. It logs `steps/ms`, milliseconds per completion, and the shares of
+        `_batch_metrics`: `steps/figures`, `steps/new`, `steps/false`, `steps/unread` and
+        `steps/lucky`. Raises `UserError` where the column `figure` is missing, or with `gate` the
+        column `answer`.
         """
         if figure is None:
             raise UserError(missing_figure_message())
@@ -215,29 +216,34 @@ class StepsReward:
             )
         texts = [completion_text(completion) for completion in completions]
         start_time = perf_counter()
-        checks = [
+        claim_checks = [
             check_claims_if_possible(text, row_figure)
             for text, row_figure in zip(texts, figure, strict=True)
         ]
         elapsed_ms = 1000 * (perf_counter() - start_time)
         responses = response_texts(completions, thinking_opened)
-        are_right = self._grade_answers(responses, checks=checks, answer=answer, choices=choices)
+        are_right = self._grade_answers(
+            responses, claim_checks=claim_checks, answer=answer, choices=choices
+        )
         if log_extra:
-            log_extra("new", [check.new_count if check else None for check in checks])
-            log_extra("false", [check.false_count if check else None for check in checks])
-            log_extra("steps", [check.verdicts_as_json() if check else None for check in checks])
-        if log_metric and checks:
-            for name, value in _batch_metrics(checks, are_right).items():
+            log_extra("new", [check.new_count if check else None for check in claim_checks])
+            log_extra("false", [check.false_count if check else None for check in claim_checks])
+            log_extra(
+                "steps", [check.verdicts_as_json() if check else None for check in claim_checks]
+            )
+        if log_metric and claim_checks:
+            for name, value in _batch_metrics(claim_checks, are_right).items():
                 log_metric(f"{STEPS}/{name}", value)
-            log_metric(f"{STEPS}/ms", elapsed_ms / len(checks))
+            log_metric(f"{STEPS}/ms", elapsed_ms / len(claim_checks))
         return [
-            self._score(check, is_right) for check, is_right in zip(checks, are_right, strict=True)
+            self._score(check, is_right)
+            for check, is_right in zip(claim_checks, are_right, strict=True)
         ]
 
     def _grade_answers(
         self,
         responses: Sequence[str],
-        checks: Sequence[ClaimCheck | None],
+        claim_checks: Sequence[ClaimCheck | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
@@ -245,7 +251,7 @@ class StepsReward:
 
         Args:
             responses: the completions as text.
-            checks: the check of each one's claims; None where its row has no figure.
+            claim_checks: the check of each one's claims; None where its row has no figure.
             answer: the column of reference answers; None if the data set has none.
             choices: the column with the values of A, B, C, ...; None if the data set has none.
         """
@@ -254,7 +260,7 @@ class StepsReward:
         choices_of_rows = choices or [None] * len(responses)
         are_right: list[bool | None] = []
         for response, check, reference, row_choices in zip(
-            responses, checks, answer, choices_of_rows, strict=True
+            responses, claim_checks, answer, choices_of_rows, strict=True
         ):
             if check is None:
                 are_right.append(None)
@@ -275,7 +281,7 @@ class StepsReward:
 
 
 def _batch_metrics(
-    checks: Sequence[ClaimCheck | None], are_right: Sequence[bool | None]
+    claim_checks: Sequence[ClaimCheck | None], are_right: Sequence[bool | None]
 ) -> dict[str, float]:
     """Return the metrics of a batch by name.
 
@@ -286,8 +292,8 @@ def _batch_metrics(
 
     A share of nothing is left out.
     """
-    possible_checks = [check for check in checks if check is not None]
-    metrics = {"figures": len(possible_checks) / len(checks)}
+    possible_checks = [check for check in claim_checks if check is not None]
+    metrics = {"figures": len(possible_checks) / len(claim_checks)}
     if not possible_checks:
         return metrics
     metrics["new"] = fmean(check.new_count > 0 for check in possible_checks)
@@ -296,7 +302,7 @@ def _batch_metrics(
     if claim_count > 0:
         metrics["unread"] = sum(check.unread_count for check in possible_checks) / claim_count
     luck_of_right_answers = []
-    for check, is_right in zip(checks, are_right, strict=True):
+    for check, is_right in zip(claim_checks, are_right, strict=True):
         if check is not None and is_right:
             luck_of_right_answers.append(check.is_right_by_luck)
     if luck_of_right_answers:

@@ -132,7 +132,8 @@ def parse_structured(answer: Answer) -> Answer:
         return _parse_structured(answer.text_with_names)
     except ParseError as error:
         says_more = error.reason in REFUSAL_REASONS or not answer.reason
-        return replace(answer, type="unreadable", refusal_reason=error.reason if says_more else "")
+        refusal_reason = error.reason if says_more else ""
+        return replace(answer, type="unreadable", refusal_reason=refusal_reason)
 
 
 @lru_cache(maxsize=256)
@@ -188,9 +189,9 @@ def _parse_by_separators(text: str, depth: int) -> Answer:
     if matrix := _MATRIX_PATTERN.fullmatch(text):
         return _parse_matrix(text, matrix[2])
     alternatives, _ = split_outside_brackets(text, _OR_PATTERN)
-    all_have_comma = all("," in alternative for alternative in alternatives)
-    if len(alternatives) > 1 and all_have_comma and ";" not in "".join(alternatives):
-        # The alternatives are lists themselves, as in `p = 5, q = 2 or p = 7, q = 2`.
+    # The alternatives may be lists themselves, as in `p = 5, q = 2 or p = 7, q = 2`.
+    are_lists = all("," in piece and ";" not in piece for piece in alternatives)
+    if len(alternatives) > 1 and are_lists:
         return _parse_list(text, pieces=alternatives, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON_PATTERN, _COMMA_OR_WORD_PATTERN):
         pieces, matches = split_outside_brackets(text, pattern)
