@@ -33,7 +33,7 @@ from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from adora_vl.evals.inference.runner import infer
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import GraderOptions, load
-from adora_vl.evals.records import Prediction
+from adora_vl.evals.records import GradedAnswer, Prediction
 from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import pluralize
@@ -71,23 +71,34 @@ class AnswerTally(NamedTuple):
         return self.right / self.answers
 
 
-def count_right_answers(
-    rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
-) -> dict[str, AnswerTally]:
-    """Return how many answers to each problem are right, by its id, graded as in training.
+def grade_as_in_training(
+    rows: Sequence[Prediction], *, rounding: bool, answer_tags: bool
+) -> list[GradedAnswer]:
+    """Return the grades of answers, as the reward of a training would judge them.
 
     Args:
-        rows: the answers, several to each problem.
+        rows: the answers.
         rounding: whether a rounded decimal is right too.
         answer_tags: whether the answer stands between `<answer>` and `</answer>`.
     """
     # The benchmark of that name grades as the training does, whatever the data.
     benchmark = find_benchmark("geometry3k")
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
+    _, graded_answers = grade_rows(benchmark, rows, options)
+    return graded_answers
+
+
+def count_right_answers(
+    rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
+) -> dict[str, AnswerTally]:
+    """Return how many answers to each problem are right, by its id, graded as in training.
+
+    `rows` has several answers to each problem. The other arguments are those of
+    `grade_as_in_training`.
+    """
     right_counts: Counter[str] = Counter()
     answer_counts: Counter[str] = Counter()
-    _, graded_answers = grade_rows(benchmark, rows, options)
-    for graded in graded_answers:
+    for graded in grade_as_in_training(rows, rounding=rounding, answer_tags=answer_tags):
         answer_counts[graded.pid] += 1
         if graded.correct:
             right_counts[graded.pid] += 1

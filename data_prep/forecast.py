@@ -19,15 +19,12 @@ from pyarrow.dataset import dataset
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
-from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.predictions import (
     NOT_ASKED_REASONS,
     PREDICTIONS_FILE,
     read_predictions,
 )
-from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.records import Prediction
-from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.evals.scoring.statistics import (
     interval_of_equal_values,
     paired_t_interval,
@@ -36,7 +33,7 @@ from adora_vl.evals.scoring.statistics import (
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError, describe_error
-from data_prep.filter import prompts_asked_for_tags
+from data_prep.filter import grade_as_in_training, prompts_asked_for_tags
 
 # The number of groups that are read of a recorded run, from its start on, where training has
 # changed little yet.
@@ -293,7 +290,6 @@ def forecast_from_predictions(predictions: Path, *, rounding: bool) -> Forecast:
 
     Raises `UserError` where no problem has two answers, or where their lengths are not known.
     """
-    options = GraderOptions(rounding=rounding, answer_tags=prompts_asked_for_tags(predictions))
     answers_by_problem: dict[str, list[Prediction]] = {}
     for answer in read_predictions(predictions):
         # A problem that could not be asked is counted, with no answers.
@@ -315,8 +311,9 @@ def forecast_from_predictions(predictions: Path, *, rounding: bool) -> Forecast:
             f"attenuation: {str(predictions)!r} lacks the lengths of its answers (n_tokens); "
             "sample them with `python -m data_prep filter --samples 8`"
         )
-    # The benchmark of that name grades as the training does, whatever the data.
-    _, graded_answers = grade_rows(find_benchmark("geometry3k"), all_answers, options)
+    graded_answers = grade_as_in_training(
+        all_answers, rounding=rounding, answer_tags=prompts_asked_for_tags(predictions)
+    )
     groups = _groups_of_columns(
         rewards=[float(graded.correct) for graded in graded_answers],
         lengths=[answer["n_tokens"] for answer in all_answers],

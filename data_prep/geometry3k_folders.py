@@ -22,7 +22,7 @@ from data_prep.problem_text import mend_latex
 from data_prep.solved_rows import fact_fields
 
 # A file in the folder of a problem, such as `geometry3k/train/17/data.json`.
-_PROBLEM_FILE_PATTERN = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
+_PROBLEM_FILE_PATTERN = re.compile(r"(?:(?:.*/)?(?P<split>train|val|test)/|.*/)?\d+/[^/]*")
 _AUTHORS_SPLITS = ("train", "val", "test")
 
 
@@ -157,8 +157,8 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
         if not match or name.startswith("__MACOSX/"):  # macOS adds such files to its archives
             continue
         folder = name[: name.rindex("/") + 1]
-        split = match[1]
-        if split:
+        split = match["split"]
+        if split is not None:
             split_by_folder[folder] = split
         else:
             folders_without_split.append(folder)

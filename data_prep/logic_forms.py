@@ -151,7 +151,7 @@ def describe_term(term: Term | None) -> str | None:
     """Return a term of a logic form in words: `AB = 10` for `Equals(LengthOf(Line(A, B)), 10)`.
 
     Its head is the word before the bracket, and its names are the heads of its arguments.
-    Returns None for a term without words, and for None, a term that could not be read.
+    Returns None for a term without words. A term that could not be read is None, and gives None.
     """
     if term is None:
         return None

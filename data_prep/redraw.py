@@ -40,7 +40,7 @@ _NAME_DISTANCES = (0.032, 0.045, 0.06, 0.08, 0.1)
 # How far apart the sentences below the figure are, and how low the last of them may stand.
 _SENTENCE_HEIGHT = 0.045
 _LOWEST_SENTENCE = 0.985
-_INK_STEP = 0.006  # the distance of the points that are remembered of a line; a letter is wider
+_INK_POINT_DISTANCE = 0.006  # of the points that are remembered of a line; a letter is wider
 # What a label has to keep clear of: the edge of the picture, and a circle that it stands beside.
 _LABEL_MARGIN = 0.005
 _GAP_AT_ARC = 0.03
@@ -131,10 +131,10 @@ def _radii_of_circles(form: LogicForm, points: dict[str, complex]) -> dict[Circl
     """
     radii = {}
     for circle, points_on_circle in form.points_by_circle.items():
-        points_with_place = [points[name] for name in points_on_circle if name in points]
-        if points_with_place:
-            centre = points[circle[0]]
-            distances = [abs(point - centre) for point in points_with_place]
+        known_points = [points[name] for name in points_on_circle if name in points]
+        if known_points:
+            centre_name, _ = circle
+            distances = [abs(point - points[centre_name]) for point in known_points]
             radii[circle] = sum(distances) / len(distances)
     return radii
 
@@ -192,8 +192,8 @@ class _DiagramDrawing:
             centre = self.point_by_name[centre_name]
             self.canvas.circle((centre.real, centre.imag), radius)
             self.canvas.dot((centre.real, centre.imag))
-            # 60 points a radian, once around: 377 is 60 times 2π.
-            self.ink_points += [centre + rect(radius, step / 60) for step in range(377)]
+            step_count = round(60 * math.tau)  # 60 points a radian, once around
+            self.ink_points += [centre + rect(radius, step / 60) for step in range(step_count)]
         marked_terms = self._draw_marks()
         sentences = []  # on the facts that the figure cannot show
         for term in self.form.terms:
@@ -248,7 +248,7 @@ class _DiagramDrawing:
         """Draw a line through points, and remember where it runs, so that labels avoid it."""
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
-            steps = max(2, int(abs(end - start) / _INK_STEP))
+            steps = max(2, int(abs(end - start) / _INK_POINT_DISTANCE))
             self.ink_points += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _write_value(self, term: Term) -> bool:
@@ -308,7 +308,8 @@ class _DiagramDrawing:
         angle = self._angle_at(names)
         self._draw_arcs(names, arcs)
         # Closer to the corner than this the text would not fit between the sides: at the distance d
-        # on the bisector each side is d sin(turn / 2) away.
+        # on the bisector each side is d sin(turn / 2) away. In a sharp angle it fits nowhere near
+        # the corner, and then 0.16 has to do.
         half_width = 0.5 * (self._text_width(text) + 0.02)
         fitting_distance = half_width / max(0.1, abs(math.sin(angle.turn / 2)))
         min_distance = max(nearest, min(0.16, fitting_distance))
@@ -336,9 +337,10 @@ class _DiagramDrawing:
         if not circles_with_ends:
             return False
         circle = circles_with_ends[0]
-        centre = self.point_by_name[circle[0]]
+        centre_name, _ = circle
+        centre = self.point_by_name[centre_name]
         if len(names) == 2:  # the smaller of the two arcs
-            angle = self._angle_at((names[0], circle[0], names[-1]))
+            angle = self._angle_at((names[0], centre_name, names[-1]))
             direction = angle.first_direction + angle.turn / 2
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.point_by_name[names[1]] - centre)
@@ -361,10 +363,9 @@ class _DiagramDrawing:
             normal = -normal
         # Half the text's size in the direction of the normal: half its width beside an upright
         # segment, half its height beside a level one.
-        half_size = (
-            abs(normal.real) * self._text_width(text) / 2
-            + abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
-        )
+        half_width = self._text_width(text) / 2
+        half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
+        half_size = abs(normal.real) * half_width + abs(normal.imag) * half_height
         # The nearest to the segment come first, among these the nearest to its middle, and of two
         # that are equal the outer one. The gaps are shares of the picture.
         candidates = []
@@ -527,12 +528,12 @@ class _DiagramDrawing:
         a, b = self._points_named(lines[0])
         c, d = self._points_named(lines[1])
         # The imaginary part of conj(u) * v is the cross product of two vectors, 0 for parallels.
-        cross = ((b - a).conjugate() * (d - c)).imag
-        if abs(cross) <= 1e-9:
+        cross_product = ((b - a).conjugate() * (d - c)).imag
+        if abs(cross_product) <= 1e-9:
             return None
         # The lines cross at a + share * (b - a), the point for which c, d and it lie on one line:
         # the cross product of (a + share * (b - a) - c) and (d - c) is 0.
-        share = ((c - a).conjugate() * (d - c)).imag / cross
+        share = ((c - a).conjugate() * (d - c)).imag / cross_product
         # Lines that are drawn by hand may end a little before they meet.
         return a + share * (b - a) if -0.05 <= share <= 1.05 else None
 

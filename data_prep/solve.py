@@ -238,7 +238,8 @@ def solve_forms(
         accept_looks: Count a value as an answer even if it needs what the picture suggests.
         accept_repair: Count a value as an answer even if facts were left out or rounded for it.
     """
-    accepted_bases: tuple[str, ...] = ()  # by what a value may be computed to count as an answer
+    # A value that was computed by one of these counts as an answer too.
+    accepted_bases: tuple[str, ...] = ()
     if accept_looks:
         accepted_bases += ("looks",)
     if accept_repair:

@@ -77,7 +77,7 @@ class SplitSurvey:
     characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
     # Width and height of the first images, in pixels.
     image_sizes: list[tuple[int, int]] = field(default_factory=list)
-    longest: list[LongProblem] = field(default_factory=list)  # the longest first
+    longest_problems: list[LongProblem] = field(default_factory=list)  # the longest first
     repeated_ids: list[str] = field(default_factory=list)  # of rows whose id an earlier one has
     gallery: list[Row] = field(default_factory=list)  # rows that the page shows as a whole
 
@@ -181,13 +181,13 @@ def _survey_split(
         problem = LongProblem(text_length(row["problem"]), row["id"], row["problem"])
         # The heap has the longest problems so far, and the shortest of these is at its top. A new
         # problem goes in, and the shortest goes out.
-        if len(split_survey.longest) < LONGEST_PROBLEMS_KEPT:
-            heapq.heappush(split_survey.longest, problem)
+        if len(split_survey.longest_problems) < LONGEST_PROBLEMS_KEPT:
+            heapq.heappush(split_survey.longest_problems, problem)
         else:
-            heapq.heappushpop(split_survey.longest, problem)
+            heapq.heappushpop(split_survey.longest_problems, problem)
         if index in gallery_indices:
             split_survey.gallery.append(row)
-    split_survey.longest.sort(reverse=True)
+    split_survey.longest_problems.sort(reverse=True)
     return split_survey
 
 
@@ -354,7 +354,7 @@ def _longest_problem_lines(survey: Survey) -> list[str]:
     unit = "characters" if survey.model is None else f"tokens of {survey.model}"
     lines = [f"longest problems ({unit}, without system prompt and image)"]
     for split, split_survey in survey.splits.items():
-        for problem in split_survey.longest[:3]:
+        for problem in split_survey.longest_problems[:3]:
             text = problem.problem
             if len(text) > _MAX_CHARACTERS_SHOWN:
                 text = text[:_MAX_CHARACTERS_SHOWN] + "..."

@@ -65,10 +65,11 @@ _SCALE_RANGE = (0.7, 1.4)
 _LENGTH_RANGE = (0.8, 1.25)
 _ANGLE_RANGE = (0.8, 1.25)
 _CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # what is added to the 5 of `3x + 5`
-# The least distance of two points and the least width, as shares of the figure's size, and the
-# least angle that is marked, in degrees. What is smaller cannot be told apart in a picture.
+# The least distance of two points and the least shorter side, as shares of the figure's longer
+# side, and the least angle that is marked, in degrees. What is smaller cannot be told apart in a
+# picture.
 _MIN_POINT_DISTANCE = 0.05
-_MIN_WIDTH = 0.12
+_MIN_SHORTER_SIDE = 0.12
 _MIN_MARKED_DEGREES = 12.0
 # The least distance of a point from a line that it does not lie on, as a share of the figure's
 # size.
@@ -176,26 +177,26 @@ def _variant_readers(
         make_variants, per=options.per, seed=options.seed, split=split
     )
     yielded_count = 0
-    counts_of_problems: list[int] = []  # how many variants each problem has
+    variant_counts: list[int] = []  # how many variants each problem has
     with ordered_map(workers) as map_originals:
         for variants in map_originals(make_variants_of_original, originals):
-            counts_of_problems.append(len(variants))
+            variant_counts.append(len(variants))
             for variant in variants:
                 if options.limit is not None and yielded_count >= options.limit:
                     return
                 yielded_count += 1
                 yield partial(_return_variant, variant)
-    if not counts_of_problems:
+    if not variant_counts:
         raise UserError(
             f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
         )
-    without_variant = counts_of_problems.count(0)
-    with_fewer = sum(0 < count < options.per for count in counts_of_problems)
-    if without_variant or with_fewer:
+    count_without = variant_counts.count(0)
+    count_with_fewer = sum(0 < count < options.per for count in variant_counts)
+    if count_without or count_with_fewer:
         print(
-            f"of {pluralize(len(counts_of_problems), 'problem')} {without_variant} have no variant "
-            f"and {with_fewer} fewer than {options.per}: other numbers fit no diagram that can be "
-            "read"
+            f"of {pluralize(len(variant_counts), 'problem')} {count_without} have no variant "
+            f"and {count_with_fewer} fewer than {options.per}: other numbers fit no diagram that "
+            "can be read"
         )
 
 
@@ -392,13 +393,13 @@ def _solve_variant(form: LogicForm) -> Verdict | None:
         return None
     problem = FigureProblem(reading)
     # Four starts are enough to see whether a second figure fits as well.
-    outcome = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
+    outcome = choose_outcome(problem, Budget(evaluations=EVALUATIONS), starts=4)
     if outcome.status != "answered" or outcome.solution is None or outcome.value is None:
         return None
-    # An answer at a double root is known to four digits only.
+    # Where two solutions fall together, the answer is known to four digits only.
     if outcome.at_double_root:
         return None
-    # These are differences in kind from the old diagram, such as a point that has moved to the
+    # A fault is a difference in kind from the old diagram, such as a point that has moved to the
     # other side of a line.
     if outcome.solution.faults:
         return None
@@ -477,7 +478,7 @@ def _has_distinguishable_parts(form: LogicForm) -> bool:
         return False
     width, height = extent_of(points.values())
     size = max(width, height)
-    if min(width, height) < _MIN_WIDTH * size:
+    if min(width, height) < _MIN_SHORTER_SIDE * size:
         return False
     distances = [abs(start - end) for start, end in combinations(points.values(), 2)]
     if min(distances) < _MIN_POINT_DISTANCE * size:

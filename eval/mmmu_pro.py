@@ -140,7 +140,7 @@ def check_row(row: Prediction) -> str | None:
         return f"has options = {row['options']!r:.60}, expected a list"
     last_letter = letters[-1] if letters else ""
     letter_of_option = FieldType(
-        lambda answer: answer in letters, f"a letter from A to {last_letter}"
+        is_valid=lambda answer: answer in letters, expected=f"a letter from A to {last_letter}"
     )
     return describe_field_fault(row, {"answer": letter_of_option})
 

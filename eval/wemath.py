@@ -177,25 +177,25 @@ def _summary(
     shares: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
-    for name in ("strict", "loose"):
+    problem_ids = [problem.id for problem in complete_problems]
+    for strictness in ("strict", "loose"):
         diagnoses = [
-            _diagnose_parts(correctness, strict=name == "strict")
+            _diagnose_parts(correctness, strict=strictness == "strict")
             for correctness in complete_problems.values()
         ]
-        problem_ids = [problem.id for problem in complete_problems]
-        shares |= _diagnosis_shares(diagnoses, problem_ids, name)
+        shares |= _diagnosis_shares(diagnoses, problem_ids, strictness)
         # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
         points_by_id = _points_by_problem(complete_problems, diagnoses)
         mean = mean_with_interval(list(points_by_id.values()), list(points_by_id))
-        scores[name] = {"accuracy": mean["value"], "interval_95": mean["interval_95"]}
+        scores[strictness] = {"accuracy": mean["value"], "interval_95": mean["interval_95"]}
         score_text = percent_with_interval(mean["value"], mean["interval_95"])
-        lines.append(f"We-Math's score, {name}: {score_text}")
+        lines.append(f"We-Math's score, {strictness}: {score_text}")
     metrics = {"score": scores, "diagnosis": shares}
     return BenchmarkSummary(metrics=metrics, lines=lines, warnings=warnings)
 
 
 def _diagnosis_shares(
-    diagnoses: Sequence[str], problem_ids: Sequence[str], name: str
+    diagnoses: Sequence[str], problem_ids: Sequence[str], strictness: str
 ) -> dict[str, Any]:
     """Compute the share of each diagnosis, as metrics such as `IK` and `CM_strict`.
 
@@ -205,16 +205,16 @@ def _diagnosis_shares(
     Args:
         diagnoses: The diagnosis of each sample of each problem, such as `CM`.
         problem_ids: The problem of each diagnosis.
-        name: The name of the score, `strict` or `loose`.
+        strictness: Which score the diagnoses are for, `strict` or `loose`.
     """
     shares: dict[str, Any] = {}
-    if name == "strict":  # IK and IG are the same for both
+    if strictness == "strict":  # IK and IG are the same for both scores
         for kind in ("IK", "IG"):
             shares[kind] = accuracy_of_share(
                 [diagnosis == kind for diagnosis in diagnoses], problem_ids
             )
     are_mastered = [diagnosis == "CM" for diagnosis in diagnoses]
-    shares[f"CM_{name}"] = accuracy_of_share(are_mastered, problem_ids)
+    shares[f"CM_{strictness}"] = accuracy_of_share(are_mastered, problem_ids)
     # RM is a share of the problems whose whole is right.
     are_rote: list[bool] = []
     solved_ids: list[str] = []
@@ -222,7 +222,7 @@ def _diagnosis_shares(
         if diagnosis in ("CM", "RM"):
             are_rote.append(diagnosis == "RM")
             solved_ids.append(problem_id)
-    shares[f"RM_{name}"] = accuracy_of_share(are_rote, solved_ids) if are_rote else None
+    shares[f"RM_{strictness}"] = accuracy_of_share(are_rote, solved_ids) if are_rote else None
     return shares
 
 

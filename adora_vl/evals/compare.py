@@ -233,19 +233,20 @@ def _table_rows(runs: Sequence[ScoreFile], published: PublishedResults | None) -
         base    61.2 [57.9, 64.4] of 850
         tuned   63.5 [60.2, 66.7] of 850  +2.3
     """
-    columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    metric_names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     head = [""]
-    for column in columns:
-        head.append(column)
+    for metric_name in metric_names:
+        head.append(metric_name)
         if len(runs) > 1:
             head.append("gain")
-    rows = [head]
-    rows += _run_rows(runs, [[run.metrics.get(column) for run in runs] for column in columns])
+    columns = [[run.metrics.get(metric_name) for run in runs] for metric_name in metric_names]
+    rows = [head, *_run_rows(runs, columns)]
     if published is not None:
-        for name, accuracies in published.rows.items():
-            row = [f"{name} (quoted)"]
-            for column in columns:
-                row.append(f"{accuracies[column]:5.1f}" if column in accuracies else "-")
+        for model, accuracies in published.rows.items():
+            row = [f"{model} (quoted)"]
+            for metric_name in metric_names:
+                is_published = metric_name in accuracies
+                row.append(f"{accuracies[metric_name]:5.1f}" if is_published else "-")
                 if len(runs) > 1:
                     row.append("")
             rows.append(row)
@@ -254,7 +255,7 @@ def _table_rows(runs: Sequence[ScoreFile], published: PublishedResults | None) -
 
 def _run_rows(
     runs: Sequence[ScoreFile],
-    metrics_by_column: Sequence[Sequence[AccuracyMetric | None]],
+    columns: Sequence[Sequence[AccuracyMetric | None]],
     *,
     indent: str = "",
 ) -> list[list[str]]:
@@ -262,15 +263,15 @@ def _run_rows(
 
     Args:
         runs: The runs.
-        metrics_by_column: For each column the metric of each run; None where a run has none.
+        columns: For each column the metric of each run; None where a run has none.
         indent: What stands before the names.
     """
     rows: list[list[str]] = []
     for run_index, run in enumerate(runs):
         row = [f"{indent}{run.name}"]
-        for metric_of_runs in metrics_by_column:
-            first_metric = metric_of_runs[0]
-            metric = metric_of_runs[run_index]
+        for metrics in columns:
+            first_metric = metrics[0]
+            metric = metrics[run_index]
             row.append(_accuracy_with_count(metric))
             # The first run has no gain over itself, and a run without the metric has none either.
             if run_index > 0 and first_metric is not None and metric is not None:

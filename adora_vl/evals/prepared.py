@@ -82,8 +82,8 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     dataset = load_split(options.data, options.split)
     prompt_template = read_template(prompt) if prompt else None
     if prompt_template is not None:
-        where = f"{options.data!r} split {options.split!r}"
-        prompt_template.check_columns(dataset.column_names, where)
+        split_in_words = f"{options.data!r} split {options.split!r}"
+        prompt_template.check_columns(dataset.column_names, split_in_words)
     table = dataset.with_format("arrow")[:]
     unused_options: tuple[str, ...] = ()
     if prompt_template and prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):

@@ -89,7 +89,7 @@ class GradedAnswer:
     # What became of its block of thinking: there was none, it stood before the answer, or no answer
     # stands after it.
     thinking: Literal["none", "set_aside", "without_answer"] = "none"
-    # The problem that the answer is to, where it is asked in several versions: each has a pid.
+    # The id of the problem, where it is asked in several versions. Each version has its own `pid`.
     original_id: str | None = None
 
     @property
@@ -106,7 +106,7 @@ class GradedAnswer:
 class AccuracyMetric(TypedDict):
     """An accuracy or another figure of a benchmark in a score file, such as 6 right of 10 answers.
 
-    One that is no count, such as a mean, has neither `correct` nor `total`.
+    A figure that is no count, such as a mean, has neither `correct` nor `total`.
     """
 
     accuracy: float
@@ -116,8 +116,8 @@ class AccuracyMetric(TypedDict):
     total: NotRequired[int]
     """The number of answers."""
     interval_95: NotRequired[list[float]]
-    """The lower and the upper end at 95 %: Wilson's interval of a count, or that of a mean, such as
-    avg@k. A ratio, such as DynaMath's robustness, has none."""
+    """The lower and the upper end at 95 %. It is Wilson's interval for a count, and another one for
+    a mean, such as avg@k. A ratio, such as DynaMath's robustness, has none."""
 
 
 class ShareMetric(TypedDict):
@@ -162,7 +162,8 @@ class PublishedResults:
     why_not_comparable: Callable[[Mapping[str, Any]], str | None] | None = None
     """Gets a score of ours, and says why it is not comparable with them; None where it is."""
     is_same_data: Callable[[Mapping[str, Any]], bool] | None = None
-    """Tells whether a score of ours is of the same problems; None: the benchmark's name does."""
+    """Tells whether a score of ours is of the same problems; None: every score of the benchmark
+    is."""
 
 
 class LoadedProblems(NamedTuple):

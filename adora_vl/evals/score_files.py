@@ -14,7 +14,7 @@ from adora_vl.evals.scoring.score import find_benchmark_metrics
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
-_NEEDED_KEYS = ("benchmark", "accuracy", "total", "interval_95", "groups", "items", "rules")
+_REQUIRED_KEYS = ("benchmark", "accuracy", "total", "interval_95", "groups", "items", "rules")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ class ScoreFile:
 
     @classmethod
     def from_score(cls, name: str, score: Score) -> ScoreFile:
-        """Compute the accuracy on each problem from the items of a score.
+        """Compute the accuracy on each version of a problem from the items of a score.
 
-        Two items with the pid `15`, one `correct` and one `wrong`, give the accuracy 0.5.
+        Each item is the grade of one answer. Its `pid` is the id of the version that was asked, and
+        its `problem` the id of the problem, if that is another. Two items with the pid `15`, one
+        `correct` and one `wrong`, give the accuracy 0.5.
         """
         are_correct_by_version_id: dict[str, list[bool]] = {}
         problem_id_by_version_id: dict[str, str] = {}
@@ -109,7 +111,9 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
         score = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
-    missing_keys = [key for key in _NEEDED_KEYS if not isinstance(score, dict) or key not in score]
+    missing_keys = [
+        key for key in _REQUIRED_KEYS if not isinstance(score, dict) or key not in score
+    ]
     if missing_keys:
         raise UserError(
             f"run: {str(file)!r} has no {missing_keys[0]!r}; make it with the `score` verb of a "

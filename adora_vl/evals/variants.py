@@ -117,19 +117,19 @@ def variant_lines(graded_answers: Sequence[GradedAnswer]) -> list[str]:
             original_correctness[graded.pid].append(graded.correct)
         else:
             variant_correctness[variant_id.original].append(graded.correct)
-    pids = [pid for pid in original_correctness if pid in variant_correctness]
-    if not pids:
+    problem_ids = [pid for pid in original_correctness if pid in variant_correctness]
+    if not problem_ids:
         return []
-    original_accuracies = [fmean(original_correctness[pid]) for pid in pids]
-    variant_accuracies = [fmean(variant_correctness[pid]) for pid in pids]
+    original_accuracies = [fmean(original_correctness[pid]) for pid in problem_ids]
+    variant_accuracies = [fmean(variant_correctness[pid]) for pid in problem_ids]
     # 1 for a problem whose variants are all right, else 0.
-    all_variants_right = [float(all(variant_correctness[pid])) for pid in pids]
+    all_variants_right = [float(all(variant_correctness[pid])) for pid in problem_ids]
     difference = paired_difference(
-        before=variant_accuracies, after=original_accuracies, problem_ids=pids
+        before=variant_accuracies, after=original_accuracies, problem_ids=problem_ids
     )
-    n_variants = sum(len(variant_correctness[pid]) for pid in pids)
+    n_variants = sum(len(variant_correctness[pid]) for pid in problem_ids)
     return [
-        f"originals with variants: {_mean_percent(original_accuracies)} right, {len(pids)} problems",
+        f"originals with variants: {_mean_percent(original_accuracies)} right, {len(problem_ids)} problems",
         f"variants: {_mean_percent(variant_accuracies)} right on average, {n_variants} variants; "
         f"all of a problem's in {_mean_percent(all_variants_right)}",
         f"originals - variants: {difference.points} (paired by problem): the part that may be memory",

@@ -106,7 +106,8 @@ class ChatProcessor:
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.eos_id: int = self._tokenizer.eos_token_id
-        self.context: int = self.config.get_text_config().max_position_embeddings
+        # The most tokens of a prompt with its answer.
+        self.context_length: int = self.config.get_text_config().max_position_embeddings
         self.image_id: int | None = getattr(self.processor, "image_token_id", None)
 
     def _load(
@@ -284,23 +285,23 @@ class ChatProcessor:
         """
         return {"dtype": self.resolve_dtype(dtype), **self._effective_limits}
 
-    def why_too_long(self, ids: Sequence[int], context: int) -> str | None:
-        """Say why a prompt leaves no room for an answer in a context of `context` tokens.
+    def why_too_long(self, prompt_ids: Sequence[int], context_length: int) -> str | None:
+        """Say why a prompt leaves no room for an answer in a context of `context_length` tokens.
 
         Returns None if there is room.
         """
-        if len(ids) < context:
+        if len(prompt_ids) < context_length:
             return None
-        image_tokens = sum(token_id == self.image_id for token_id in ids)
-        text_tokens = len(ids) - image_tokens
-        if not image_tokens or text_tokens >= context:
+        image_tokens = sum(token_id == self.image_id for token_id in prompt_ids)
+        text_tokens = len(prompt_ids) - image_tokens
+        if not image_tokens or text_tokens >= context_length:
             return (
-                f"its text has {text_tokens} tokens and the model's context {context}; fewer "
-                "pixels would not help"
+                f"its text has {text_tokens} tokens and the model's context {context_length}; "
+                "fewer pixels would not help"
             )
         return (
             f"its text has {text_tokens} tokens, its image {image_tokens}, and the model's context "
-            f"{context}; lower --max-pixels"
+            f"{context_length}; lower --max-pixels"
         )
 
     def required_context_length(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
@@ -320,7 +321,7 @@ class ChatProcessor:
             # Rounded up, since a part of a square needs a token too.
             tokens_per_image = math.ceil(self._effective_limits["max_pixels"] / token_side**2)
             bound += max_images * tokens_per_image
-        return min(self.context, int(bound))
+        return min(self.context_length, int(bound))
 
 
 def _join_text_parts(content: str | list[Message]) -> str:

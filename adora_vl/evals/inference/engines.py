@@ -150,18 +150,16 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
 
     tool_set = choose_tools(options.tools)
     chat = ChatProcessor.from_settings(settings)
-    pixels = pixel_limits_of(
+    pixel_limits = pixel_limits_of(
         chat.processor,
         model=chat.config,
         min_pixels=settings.min_pixels,
         max_pixels=settings.max_pixels,
     )
-    view = build_view(chat.config, pixels)
-    limits = options.tool_options or ToolOptions()
     toolbox = Toolbox(
         tool_set=tool_set,
-        options=limits,
-        view=view,
+        options=options.tool_options or ToolOptions(),
+        view=build_view(chat.config, pixel_limits),
         control_tokens=control_tokens(chat.processor),
     )
     # The answers of tools have to fit into `max_tokens`, the only limit that is known here.

@@ -53,7 +53,8 @@ class ConversationEngine:
             batch_size: The number of requests that the caller should hand over at once.
             stop: Decides whether a turn has ended, for a sampler that does not say it itself.
             any_rank: Returns whether its argument is true on any rank. It is a collective call:
-                with tools all ranks sample as many turns as the rank with the most turns.
+                with tools all ranks sample as many turns as the rank with the most turns. For one
+                process it is `bool`, which returns the argument.
         """
         self.chat = chat
         self.sample = sample
@@ -61,8 +62,7 @@ class ConversationEngine:
         self.batch_size = batch_size
         self.stop = stop
         self.any_rank = any_rank
-        # The most tokens of a prompt with its answer.
-        self.context_length = chat.context
+        self.context_length = chat.context_length
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """Return one answer per request, in their order.
@@ -238,7 +238,7 @@ class LocalEngine(ConversationEngine):
                 max_answers=settings.max_tool_calling_iterations,
                 decode=chat.decode,
                 max_turn_tokens=toolbox.options.turn_tokens,
-                context_length=chat.context,
+                context_length=chat.context_length,
             )
 
 

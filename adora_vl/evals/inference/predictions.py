@@ -110,13 +110,13 @@ _MAX_FAULTS_IN_MESSAGE = 20
 _MAX_FAULT_CHARS = 300  # of one fault, whose value may be huge
 
 
-def raise_row_faults(where: str, faults: Sequence[str]) -> None:
+def raise_row_faults(prefix: str, faults: Sequence[str]) -> None:
     """Raise `UserError` if rows have faults, with a line for each of the first 20.
 
     A line is for example `predictions: FILE row 3 lacks the field 'answer'`.
 
     Args:
-        where: The beginning of each line, which names the data.
+        prefix: The beginning of each line, which names the data.
         faults: What is wrong with each faulty row, beginning with `row` and its number.
     """
     if not faults:
@@ -124,12 +124,12 @@ def raise_row_faults(where: str, faults: Sequence[str]) -> None:
     lines: list[str] = []
     for fault in faults[:_MAX_FAULTS_IN_MESSAGE]:
         short_fault = fault if len(fault) <= _MAX_FAULT_CHARS else fault[:_MAX_FAULT_CHARS] + "..."
-        lines.append(f"{where} {short_fault}")
+        lines.append(f"{prefix} {short_fault}")
     n_hidden = len(faults) - _MAX_FAULTS_IN_MESSAGE
     if n_hidden == 1:
-        lines.append(f"{where}: 1 more row is wrong")
+        lines.append(f"{prefix}: 1 more row is wrong")
     elif n_hidden > 1:
-        lines.append(f"{where}: {n_hidden} more rows are wrong")
+        lines.append(f"{prefix}: {n_hidden} more rows are wrong")
     raise MultiLineUserError(lines)
 
 

@@ -170,7 +170,7 @@ class AnswerEngineSettings(SamplingOptions):
     engine: EngineName
     temperature: float = 0.0  # greedy
     max_images: int = 1
-    """The most images of a request; vLLM's context length is set from this and the next."""
+    """The most images of a request; vLLM's context length follows from it and the next field."""
     max_text_bytes: int = 4096
     """The bytes of the longest text of a request."""
     endpoint: Endpoint | None = None
@@ -184,7 +184,7 @@ class AnswerEngineSettings(SamplingOptions):
     stop_strings: tuple[str, ...] = ()
     """The strings that ended an answer in the model's training (`stop` of `generation_kwargs`)."""
     stop_token_ids: tuple[int, ...] = ()
-    """The tokens that did, beside the model's own."""
+    """The tokens that ended an answer in that training, beside the model's own end tokens."""
 
     @property
     def fingerprint_fields(self) -> dict[str, Any]:

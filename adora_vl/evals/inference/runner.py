@@ -112,9 +112,10 @@ class _RankRunner:
         Returns the seconds of generation.
         """
         rank = self.process_group.rank
+        rank_samples = samples[rank :: self.process_group.world_size]
         with PredictionLog(rank_file_path(self.output, rank)) as rank_log:
-            rank_log.written_keys |= earlier_keys
-            return self.answer_missing(rank_log, samples[rank :: self.process_group.world_size])
+            rank_log.written_keys |= earlier_keys  # they are not asked again
+            return self.answer_missing(rank_log, rank_samples)
 
     def answer_missing(self, log: PredictionLog, samples: Sequence[AnswerSample]) -> float:
         """Answer the samples that the file of predictions does not have yet, and append them to it.

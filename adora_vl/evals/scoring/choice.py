@@ -350,9 +350,10 @@ def _result_of_equation(matcher: ChoiceMatcher, sentence: str) -> str:
     """
     earlier_clauses = ""
     last_clause = sentence
-    for clause_end in _CLAUSE_END_PATTERN.finditer(sentence):
-        earlier_clauses = sentence[: clause_end.start()]
-        last_clause = sentence[clause_end.end() :]
+    clause_ends = list(_CLAUSE_END_PATTERN.finditer(sentence))
+    if clause_ends:
+        earlier_clauses = sentence[: clause_ends[-1].start()]
+        last_clause = sentence[clause_ends[-1].end() :]
     sides = _EQUALS_SIGN_PATTERN.split(last_clause)
     if len(sides) == 1 or matcher.mentioned_indices(earlier_clauses):
         return ""

@@ -65,6 +65,7 @@ class ChoiceMatcher:
             _ARTICLE_PATTERN.sub("", choice) for choice in self.normalised_choices
         ]
         self.patterns = letter_patterns(self.letters[-1])
+        # The list of all options, which a response may repeat from its question.
         self._repeated_options_pattern = _build_options_pattern(self.choices, self.letters)
 
     def index_of_letter(self, match: re.Match[str]) -> int:

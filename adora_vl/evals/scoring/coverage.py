@@ -11,7 +11,8 @@ from typing import Any
 def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
     """Say how many answers a score has if its run asked for more.
 
-    Returns None if it has all of them, or if that is not known.
+    In the `coverage` of a score, `answers` is the number of answers that are scored, and `asked`
+    the number that the run asked for. Returns None if they are equal, or if one is not known.
     """
     coverage = score.get("coverage") or {}
     n_answers = coverage.get("answers")
@@ -50,14 +51,17 @@ def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
 def describe_scored_part(score: Mapping[str, Any]) -> str | None:
     """Return a text such as `60 of 512` if a score is over a part of the data's answers.
 
-    Returns None for a score over all the data, or if that is not known.
+    In the `coverage` of a score, `answers` is the number of answers that are scored, `asked` the
+    number that the run asked for, and `in_data` the number for all the data. Returns None for a
+    score over all the data, or if that is not known.
     """
     coverage = score.get("coverage") or {}
     n_answers = coverage.get("answers")
-    n_in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
-    if not n_answers or n_answers >= n_in_data:
+    # One of the two may be missing.
+    n_wanted = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
+    if not n_answers or n_answers >= n_wanted:
         return None
-    return f"{n_answers} of {n_in_data}"
+    return f"{n_answers} of {n_wanted}"
 
 
 def count_noun(scores: Sequence[Mapping[str, Any]]) -> str:

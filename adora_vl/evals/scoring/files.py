@@ -64,10 +64,10 @@ def score_predictions_file(
     answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
     answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    metrics, summary = score_predictions(benchmark, rows, options, answer_tags=answer_tags)
-    items = metrics.pop("items")  # last in the file, because they are long
+    score, summary = score_predictions(benchmark, rows, options, answer_tags=answer_tags)
+    items = score.pop("items")  # last in the file, because they are long
     content = {
-        **metrics,
+        **score,
         "coverage": {
             "answers": len(rows),
             "asked": answer_counts.get("answers"),
@@ -95,29 +95,28 @@ def metrics_in_training(
         rows: The predictions, at least one.
         answer_tags: Whether the prompts asked for `<answer> </answer>`.
     """
-    content, _ = score_predictions(
-        benchmark, rows, benchmark.score_options(), answer_tags=answer_tags
-    )
-    low, high = content["interval_95"]
+    scored = score_predictions(benchmark, rows, benchmark.score_options(), answer_tags=answer_tags)
+    score = scored.score
+    low, high = score["interval_95"]
     metrics: dict[str, float] = {
-        "accuracy": content["accuracy"],
+        "accuracy": score["accuracy"],
         "accuracy_low": low,
         "accuracy_high": high,
     }
-    for name, length in content["tokens"].items():  # of right and of wrong answers
+    for name, length in score["tokens"].items():  # of right and of wrong answers
         if length:
             metrics[f"tokens_{name}"] = length["mean"]
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
-        if content[key]:
-            metrics[name] = content[key]["share"]
-    for benchmark_metrics in find_benchmark_metrics(content).values():
+        if score[key]:
+            metrics[name] = score[key]["share"]
+    for benchmark_metrics in find_benchmark_metrics(score).values():
         for name, metric in benchmark_metrics.items():
             metrics[f"accuracy_{name}"] = metric["accuracy"]
     # The kinds of drawn problems are a kind of group, such as `crossing, vertical`.
-    for kind, metric in content["groups"].get("kind", {}).items():
+    for kind, metric in score["groups"].get("kind", {}).items():
         kind_in_key = re.sub(r"[^0-9A-Za-z]+", "_", kind)
         metrics[f"{kind_in_key}_accuracy"] = metric["accuracy"]
-    for name, sample_metric in content.get("samples", {}).items():
+    for name, sample_metric in score.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
             metrics[name] = sample_metric["value"]
     return {f"{benchmark.name}_{name}": value for name, value in metrics.items()}

@@ -195,11 +195,11 @@ def extract_exactly(question: Question) -> Extraction | None:
 
 _NO_ANSWER_WORD = "NONE"
 _MAX_ANSWER_CHARS = 200  # a longer text is an essay, not an answer
-# The system prompt of the judge; `{form}` becomes a sentence of `_REQUEST_BY_KIND`.
+# The system prompt of the judge; `{request}` becomes a sentence of `_REQUEST_BY_KIND`.
 _JUDGE_INSTRUCTION = (
     "You are given a question and a reply to it. Report the final answer that the reply commits "
     "to, and nothing else: no explanation, no judgement of whether it is right, no repair of its "
-    f"mistakes. {{form}} If the reply commits to no answer, report {_NO_ANSWER_WORD}. Put the report "
+    f"mistakes. {{request}} If the reply commits to no answer, report {_NO_ANSWER_WORD}. Put the report "
     "between <answer> and </answer>."
 )
 _REQUEST_BY_KIND = {
@@ -318,14 +318,14 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
 
     The reference answer is not in it, so that the judge cannot be guided by it.
     """
-    form = _REQUEST_BY_KIND.get(question.kind, "Report it as briefly as it can be said.")
+    request = _REQUEST_BY_KIND.get(question.kind, "Report it as briefly as it can be said.")
     lines = [f"<question>\n{question.text}"]
     if question.kind == "choice":
         lines += with_letters(question.choices)
     reply = question.response[-MAX_RESPONSE_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
     return [
-        {"role": "system", "content": _JUDGE_INSTRUCTION.format(form=form)},
+        {"role": "system", "content": _JUDGE_INSTRUCTION.format(request=request)},
         {"role": "user", "content": "\n".join(lines)},
     ]
 
