@@ -178,7 +178,7 @@ def _split_pair(argument: str) -> tuple[str, str]:
 
 
 def _chosen_columns(arguments: argparse.Namespace) -> Columns:
-    """Return which columns of the table are read, and how: those of `--preset` or of `--columns`.
+    """Return the columns to read from the table, as `--preset` or `--columns` names them.
 
     Raises `UserError` unless exactly one of the two was given.
     """

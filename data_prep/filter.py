@@ -40,7 +40,7 @@ from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hashing import content_hash
 
-# This file of the output has the id, the right answers and all answers of every problem.
+# A file of the output: the id of every problem, and how many of its answers are right.
 RATES_FILE = "pass_rates.jsonl"
 _RATE_TOLERANCE = 1e-9  # with it 3 of 10 answers are within 0.3:0.9
 
@@ -239,20 +239,28 @@ def filter_dataset(
         },
     }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
-        row_counts = {}
-        for stored_split in split_files(data):
-            rows: Iterable[Row] = stored_rows(data, stored_split)
-            if stored_split == split:
-                rows = (row for row in rows if row["id"] in chosen_ids)
-            row_counts[stored_split] = dataset.write_split(
-                rows,
-                folder=folder,
-                split=stored_split,
-                features=dataset.features_of_split(data, stored_split),
-            )
+        row_counts = _write_splits(folder, data=data, filtered_split=split, chosen_ids=chosen_ids)
         _write_tallies(folder / RATES_FILE, tally_by_id)
         summary = _filter_summary(tally_by_id.values(), keep)
         return dataset.write_manifest(folder, {**description, "filtered": summary}, row_counts)
+
+
+def _write_splits(
+    folder: Path, *, data: Path, filtered_split: str, chosen_ids: set[str]
+) -> dict[str, int]:
+    """Write the splits of a data set to `folder`, and return how many rows each has now.
+
+    Of `filtered_split` only the rows with the chosen ids are written, of all others every row.
+    """
+    row_counts = {}
+    for split in split_files(data):
+        rows: Iterable[Row] = stored_rows(data, split)
+        if split == filtered_split:
+            rows = (row for row in rows if row["id"] in chosen_ids)
+        row_counts[split] = dataset.write_split(
+            rows, folder=folder, split=split, features=dataset.features_of_split(data, split)
+        )
+    return row_counts
 
 
 def _write_tallies(path: Path, tally_by_id: Mapping[str, AnswerTally]) -> None:

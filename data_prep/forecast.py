@@ -94,7 +94,7 @@ class Forecast:
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right
-    # The mean over groups of the first share minus the second; None for fewer than two groups.
+    # The mean over groups of `longest` minus `shortest`; None for fewer than two groups.
     longest_minus_shortest: MeanDifference | None
     # How many problems had too few answers to be a group.
     problems_left_out: int = 0
@@ -173,7 +173,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
     shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
     no_right_is_longer_P = groups.longest_correct_P <= shortest_wrong_P
-    # In a tie that holds too, but there the short answers do not win.
+    # It is also so in a tie, where the short answers do not win.
     is_short_only_P = is_tds_P & no_right_is_longer_P & ~is_tie_P
     shares = _right_shares_by_length(groups, has_signal_P)
     tds_count = int(is_tds_P.sum())
@@ -358,7 +358,7 @@ def forecast_from_path(path: Path, *, rounding: bool) -> Forecast:
 
     Raises `UserError` where a folder is none of these, and for `rounding` with a run.
     """
-    # A folder without such a file can only be that of a run.
+    # A folder without a file of predictions can only be the folder of a run.
     file = path / PREDICTIONS_FILE if path.is_dir() else path
     if not file.is_file():
         groups = read_recorded_groups(path)

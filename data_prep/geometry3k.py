@@ -61,7 +61,7 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
 
     The split and the number of a problem stand in the path of its image.
 
-    Raises `UserError` for a row without question, answer or such a path.
+    Raises `UserError` for a row that lacks its question, its answer, or the path of its image.
     """
     opened = open_table(table, _QUESTION_COLUMNS)
     for position, record in opened.read_records():  # the position is `line 14`, say

@@ -112,7 +112,7 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
     """Return whether the facts in words mention all that the question of a diagram asks about.
 
     `text` are the facts in words, and `form` has the question. In a question `$` stands for a shape
-    without a name, which is clear where the diagram has only one of its kind.
+    without a name. The diagram says which shape is meant only if it has one shape of that kind.
     """
     points_on_lines = set(chain.from_iterable(form.lines_with_points))
     texts = [text]

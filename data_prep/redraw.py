@@ -257,8 +257,8 @@ class _DiagramDrawing:
         `term` is the fact, `Equals(LengthOf(Line(A, B)), 5)`: its head is `Equals`, and its
         arguments are the two sides.
 
-        Returns whether the picture now shows the fact: it does if it has such a value, or says that
-        a point lies on a line. Other facts are written below the picture by the caller.
+        Returns whether the picture now shows the fact. It shows each fact with such a value, and
+        each fact that says that a point lies on a line. The caller writes other facts below it.
         """
         if term.head.startswith("PointLies"):
             return True
@@ -514,7 +514,7 @@ class _DiagramDrawing:
         """Return where the two lines of a fact meet: in a common point, or where they cross.
 
         The fact is `Perpendicular(Line(A, B), Line(C, D))`, say. Returns None where its lines do
-        not meet, or where a point of theirs has no coordinates.
+        not meet, or where one of their points has no coordinates.
         """
         lines = [line.names for line in term.arguments]
         if len(lines) != 2:
@@ -558,7 +558,7 @@ class _DiagramDrawing:
             box = Box.around(point, half_width, half_height)
             left, top, right, bottom = box
             overlap_count = sum(map(box.overlaps, self.label_boxes))
-            # not by `contains`, since a figure has thousands of such points
+            # `Box.contains` would be slow for the thousands of ink points of a figure.
             hidden_ink_count = sum(
                 left < ink.real < right and top < ink.imag < bottom for ink in self.ink_points
             )

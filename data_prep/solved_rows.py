@@ -105,7 +105,8 @@ def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, 
     that the user learns how many there are.
 
     Args:
-        form: the logic form, the facts of the diagram and the question as terms; None without one.
+        form: the facts of the diagram and the question, as terms of a logic form; None for a
+            problem without a logic form.
         problem: the text of the problem.
         row_id: the id of the row.
     """

@@ -58,7 +58,7 @@ _FAMILY_OF_VARIANTS = "variant"
 MAX_VARIANTS_PER_PROBLEM = 1000
 MAX_TRIES_PER_VARIANT = 6  # attempts at each variant, each with other numbers
 _START_DIAGRAM_PIXELS = 400.0  # the longer side of the diagram that the solver begins from
-# With another value of these angles a right triangle, say, would be a right triangle no more.
+# Angles that keep their values, since a right triangle, say, has to stay one.
 _UNCHANGED_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
 # The ranges of the factors by which all lengths, each length and an angle change.
 _SCALE_RANGE = (0.7, 1.4)
@@ -110,8 +110,8 @@ def prepare_variants(
     The data set has one split, the one that the problems are read from.
 
     Args:
-        folder: the data set of the problems. Only rows with a solved figure have variants, those of
-            a folder made with `--source facts`.
+        folder: the data set of the problems. Only rows with a solved figure have variants, as
+            `geometry3k --source facts` makes them.
         output: the folder that is written.
         options: how many variants there are, and of which split.
         workers: how many processes make them.

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of a benchmark, `all` for a suite of benchmarks, or `compare`.
 
     Args:
-        arguments: The arguments of the command line, of which the first names the command; None:
-            those of this process. Without any the help is printed.
+        arguments: The arguments of the command line; the first names the command. None takes the
+            arguments of this process, and an empty list prints the help.
 
     Returns the exit code of the command, or 2 for an unknown name.
     """

@@ -126,7 +126,7 @@ def _parse_with_config_file(
 
 
 def _fill_in_training_prompts(options: Namespace) -> None:
-    """Set the prompts that the command line leaves open to those that the model was trained with.
+    """Set prompts that the user has not given to the prompts of the model's training.
 
     Such a prompt is `PROMPT_OF_TRAINING` in the parsed options, which are changed in place. A model
     that was not trained by this package gets the default prompt. Not every benchmark has both

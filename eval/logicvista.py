@@ -63,8 +63,8 @@ def extract_letters(response: str) -> Extraction:
     last_statement = statements[-1][1] if statements else ""
     candidates = ((last_boxed(response) or "", "box"), (last_statement, "stated_letters"))
     for text, rule in candidates:
-        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed, since the
-        # group is empty where they match.
+        # `\text{B}` becomes `B`. Brackets and spaces around the letters are removed: where they
+        # match, the group is empty.
         letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
         if re.fullmatch(_LETTERS_REGEX, letters):
             return Extraction(letters, rule)

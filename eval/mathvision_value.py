@@ -37,7 +37,7 @@ def _exp(exponent: Number) -> Number:
 
 
 _TRIGONOMETRIC_NAMES = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
-# The function of each command. Commands that take more than an argument are in `_function`.
+# The function of each command. `_parse_function` has the commands with more than one argument.
 _FUNCTION_BY_COMMAND: dict[str, Callable[[float], Number]] = {
     **{rf"\{name}": getattr(math, name) for name in _TRIGONOMETRIC_NAMES},
     **{rf"\arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC_NAMES},

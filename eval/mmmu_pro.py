@@ -114,7 +114,7 @@ def _last_letter_in_form(response: str, letters: str) -> str | None:
     `I think (A), no (B)` gives B. Returns None if no letter has any of the forms.
     """
     # The official code finds a letter by the first template, and its last position by the second.
-    # If that does not match, the position is -1, so that any other letter comes later.
+    # A letter that the second template does not find has the position -1, before all others.
     templates = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))
     for letter_template, position_template in templates:
         position_by_letter: dict[str, int] = {}

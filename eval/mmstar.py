@@ -131,7 +131,8 @@ def _summary(
 ) -> BenchmarkSummary:
     """Report how much the picture adds (MG), and how much a model knows the answers by heart (ML).
 
-    Both compare the run with other runs, which the score options name, and are None without one.
+    Both compare this run with other runs that the score options name. They are None where no other
+    run is named.
     """
     leakage = _compute_leakage(rows, graded_answers, options)
     lines: list[str] = []

@@ -38,8 +38,8 @@ from adora_vl.evals.scoring.table import (
 )
 from adora_vl.utils.errors import UserError
 
-# The fields of a fingerprint in which compared runs may differ. The runs are of one benchmark, so
-# different names of it are aliases.
+# The fields of a fingerprint in which compared runs may differ. All runs are of one benchmark, so
+# two names of it mean the same.
 _FIELDS_THAT_MAY_DIFFER = (
     "benchmark",
     "model",
@@ -115,8 +115,8 @@ def _differing_settings(runs: Sequence[ScoreFile], ignored: Sequence[str]) -> di
     differing_resolved = _differing_values(
         with_resolved,
         "resolved",
-        # The address of a server says nothing of its answers. An option that differs is listed by
-        # the values that the user gave, not once more by those that were made of them.
+        # The address of a server says nothing of its answers. An option that differs is listed
+        # once, with the values that the user gave.
         ignored=("base_url", *differing_fields),
         # Engines resolve different settings, and a busy server may not say what program it is.
         common_only=True,

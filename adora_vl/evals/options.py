@@ -27,9 +27,9 @@ def option(
     `max_tokens: int = option(2048, help="limit per answer")` becomes the option `--max-tokens`.
 
     Args:
-        default: The value of the field where none is given. Without it, code has to give one.
+        default: The default of the field. A field without one has to be set in code.
         help: What `--help` says of the option.
-        parser_default: The value of the option where none is given, if that differs from `default`.
+        parser_default: The default on the command line, if it differs from `default`.
         arguments: Further arguments of `add_argument`. A field whose type is a `Literal` needs no
             `choices`, except in a file with `from __future__ import annotations`, where its type is
             a text.
@@ -92,7 +92,7 @@ def options_from(options_class: type[Options], source: object, **overrides: Any)
 class DataOptions:
     """Which problems of a benchmark are asked.
 
-    A benchmark with options of its own for this has a subclass.
+    A benchmark with further options has a subclass.
     """
 
     data: str

@@ -72,7 +72,7 @@ class RowGrade(NamedTuple):
     groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed
     """The groups in which the answer is counted, by the kind of group."""
     extraction: Extraction | None = None
-    """The answer as it was read out of the response, if that is a step of its own."""
+    """The answer that was extracted before grading; None for a benchmark without such a step."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class ScoreFile:
         They are the accuracy over all answers (`all`), the benchmark's own metrics, and avg@k and
         pass@k, where k is the number of answers to a problem.
         """
-        # A score has the keys of an accuracy metric itself.
+        # A score has all keys of an `AccuracyMetric`, and is one too.
         metric_by_name: dict[str, Any] = {"all": self.score}
         for metrics in find_benchmark_metrics(self.score).values():
             metric_by_name |= metrics

@@ -29,7 +29,7 @@ _MAX_TEMPLATE_TOKENS = 256
 def _combine_limits(
     model_limits: Mapping[str, int], user_limits: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the pixel limits of the user, with those of the model where the user gave none.
+    """Return the pixel limits of the user; a limit that the user did not give is the model's.
 
     Both mappings may have the keys `min_pixels` and `max_pixels`. Raises `UserError` if the user
     gave limits for a model that sees no images, or if the lower limit is over the upper one.

@@ -29,7 +29,7 @@ from adora_vl.utils.hub import hub_unavailable_reason, load_failure_reason
 
 Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
-# The name of a file that begins with that of a split.
+# The beginning of a file name that is the name of a split, such as `test-`.
 _SPLIT_NAME_PATTERN = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
 _MAX_FILES_IN_MESSAGE = 5
 _MAX_PATH_CHARS = 300  # a longer text in an image column is the image itself in Base64
@@ -39,7 +39,7 @@ _MAX_PATH_CHARS = 300  # a longer text in an image column is the image itself in
 class DataLayout:
     """How the data of a benchmark are laid out by those who publish them.
 
-    The defaults are those of a single table, whose columns have our names.
+    The defaults fit a single table whose columns have our names.
     """
 
     hub_config: str | None = None
@@ -229,8 +229,8 @@ def _load_split(
 ) -> _LoadedRows:
     """Load the rows of a split from the file, the folder or the hub id in `options.data`.
 
-    The other arguments are those of `load_problems`, and `hub_config` of its layout. Raises
-    `UserError` if the data are none of the three.
+    `image_columns` and `id_column` are arguments of `load_problems`, and `hub_config` is a field of
+    its `layout`. Raises `UserError` if the data are none of the three.
     """
     path = Path(options.data)
     if path.exists():
@@ -409,7 +409,8 @@ def _load_hub_rows(
     """Load the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
-    # Without a network the library would try for minutes. Data in its cache are found even so.
+    # It switches the library offline where the hub does not answer. The library would try for
+    # minutes then, and finds data in its cache even so.
     hub_unavailable_reason()
     try:
         dataset = load_dataset(name, config, split=split, revision=revision)

@@ -91,7 +91,7 @@ class EndpointEngine:
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
-        # The note that the server may sample by defaults of its own, until it is printed.
+        # A note that the server may sample by its own defaults; None after it has been printed.
         self._pending_note: str | None = None
         # These servers sample by the defaults of the model's generation config, such as a
         # repetition penalty. `NEUTRAL_SAMPLING_FIELDS` switches them off.

@@ -194,8 +194,8 @@ class ConversationTurns:
         request = self.requests[key]
         seed = request.seed
         n_segments = len(rollout.segments)
-        # Each turn after the first has a seed of its own. The request's seed is already that of one
-        # answer, so group and member can be 0 for all.
+        # Each turn after the first has its own seed. The seeds of two requests differ already, so
+        # group and member can be 0.
         if n_segments:
             seed = rollout_seed(seed, draw_name=f"segment-{n_segments}", group=0, member=0)
         tool_images = [picture.image for picture in rollout.pictures]

@@ -213,7 +213,7 @@ def _read_objects(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction
     """Yield the rows of a file of predictions, in any of the forms that `read_predictions` names.
 
     For a row that is no object, a text that says what is wrong is yielded instead. The rows keep
-    the names of their file; `columns` has those that differ by our names.
+    the names of their file. `columns` has the names that differ, by our names.
     """
     if is_table(path):
         yield from read_table_rows(path, columns)
@@ -239,7 +239,7 @@ def _read_objects(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction
 
 
 def _begins_with_a_row(lines: Sequence[bytes]) -> bool:
-    """Return whether the first line is a row of its own, so that each line has to be one.
+    """Return whether the first line is a whole row, as in a file with a row in each line.
 
     `{"pid": "1", "response": "B"}` is a row. `{"1": {"response": "B"}}` may be a whole file in one
     line, with a row under each id, since all its values are objects.

@@ -23,15 +23,15 @@ KEY_AND_DEFAULT_BY_PROMPT = {
 
 
 def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
-    """Replace prompts that were not given by those that the model was trained with.
+    """Replace prompts that the user has not given by the prompts of the model's training.
 
     A model that was not trained by this package gets the default prompts. A prompt that differs
     from the default is printed on stderr.
 
     Args:
         model: The model; its folder may have the config of its training.
-        prompts: The values of `system_prompt` and `prompt`, of which one may be missing.
-            `PROMPT_OF_TRAINING` stands for one that was not given.
+        prompts: The values of `system_prompt`, of `prompt`, or of both. `PROMPT_OF_TRAINING` stands
+            for a prompt that was not given.
     """
     training_config: dict[str, Any] | None = None
     resolved_prompts: dict[str, str | None] = {}
@@ -117,8 +117,8 @@ def write_fingerprint(
     Args:
         output: The folder.
         fields: The settings that the answers depend on.
-        has_predictions: Whether the folder has predictions of an earlier run. The versions of the
-            software then stay those of the first answers.
+        has_predictions: Whether the folder has predictions of an earlier run. Then the fingerprint
+            keeps the versions of the software that made the first answers.
         answer_counts: The numbers of answers that the run asks for, which may differ from one run
             to the next.
     """
@@ -170,7 +170,7 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
     - `asked`: how many answers the run asks for
     - `resolved`: the settings that the options left to the model, as the engine had them
 
-    Raises `UserError` for a file that is not such an object.
+    Raises `UserError` for a file that is no JSON object with `fields`.
     """
     try:
         fingerprint = json.loads(path.read_bytes())

@@ -33,7 +33,7 @@ ENGINE_NAMES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 def default_engine() -> EngineName:
-    """Return the engine that is used where none is named: vLLM if it is installed."""
+    """Return the default engine: vLLM if it is installed, else Transformers."""
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 

@@ -122,7 +122,7 @@ class _RankRunner:
 
         The engine is built only when an answer is missing.
 
-        Returns the seconds of generation, without those of building the engine.
+        Returns the seconds of generation. Building the engine does not count.
         """
         resumed_count = sum(sample.key in log.written_keys for sample in samples)
         if resumed_count == len(samples):
@@ -237,12 +237,8 @@ def _answer_on_rank_0(
 ) -> InferenceSummary:
     """Answer the share of rank 0, and gather the answers of all ranks in the file of predictions.
 
-    Args:
-        runner: Answers the samples of this rank.
-        samples: The samples of all ranks.
-        fingerprint: What the answers depend on; a run is resumed only with the same.
-        samples_per_problem: The number of answers to each problem.
-        n_answers_in_data: The number of answers to all problems of the data.
+    `samples` are those of all ranks, and `n_answers_in_data` is the number of answers to all
+    problems of the data. The other arguments are those of `infer`.
 
     Raises `UserError` if the folder has predictions that were made with other settings, or that
     this run does not ask for.

@@ -345,8 +345,8 @@ def _index_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
 def _result_of_equation(matcher: ChoiceMatcher, sentence: str) -> str:
     """Return what stands behind the last equals sign of a sentence.
 
-    Returns an empty text without such a sign, and where an earlier clause mentions a choice too, as
-    in `x = 30 or x = 45`.
+    Returns an empty text for a sentence without an equals sign, and where an earlier clause
+    mentions a choice too, as in `x = 30 or x = 45`.
     """
     earlier_clauses = ""
     last_clause = sentence

@@ -163,7 +163,7 @@ class ChoiceMatcher:
     def index_by_same_text(self, normalised_text: str) -> int | None:
         """Return the index of the first choice with this text, with or without an article.
 
-        `kite` and `the kite` are the choice `a kite`. Returns None without such a choice.
+        `kite` and `the kite` are the choice `a kite`. Returns None if no choice has this text.
         """
         if not normalised_text:
             return None

@@ -194,7 +194,7 @@ def _find_candidate_parts(
 ) -> list[_CandidatePart]:
     """Choose the parts of a response that probably have its answer, the surest first.
 
-    The rules, each of which adds a part if it finds one:
+    Each of these rules adds a part, if it finds one:
 
     1. `stated`: the last statement such as `the answer is ...`
     2. `first_line`: the first sentence, if it is a number

@@ -227,8 +227,8 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
 def _remove_thinking(row: Prediction, opens_thinking: bool) -> Prediction:
     """Return a row whose response is cut to the part after its block of thinking.
 
-    `opens_thinking` says that all responses begin inside such a block. If it is false, a row may
-    still say so in its own field `thinking_opened`.
+    `opens_thinking` says that all responses begin inside a block of thinking. If it is false, the
+    field `thinking_opened` of a single row may still say so.
     """
     thinking_opened = opens_thinking or row.get("thinking_opened", False)
     return {**row, "response": text_after_thinking(row["response"], thinking_opened)}

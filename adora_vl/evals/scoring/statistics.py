@@ -138,8 +138,8 @@ def clustered_wilson_interval(
     n_answers = len(successes)
     n_successes = sum(successes)
     effective_size = _effective_sample_size(successes, problem_ids)
-    # The first two cases are the last one without its rounding: all answers are independent, or all
-    # are successes. Without a success the last one is exact too.
+    # The last line would round in two cases that are exact: all answers are independent, or all are
+    # successes.
     if effective_size == n_answers:
         return wilson_interval(n_successes, n_answers)
     if n_successes == n_answers:

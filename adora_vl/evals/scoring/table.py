@@ -26,7 +26,7 @@ def format_score(scored: ScoredBenchmark) -> str:
     and everything that qualifies the result.
     """
     score, summary = scored
-    # A score has the keys of an accuracy cell itself.
+    # A score has all keys of an `AccuracyMetric`, and is one too.
     overall: Any = score
     rows = [["", "", "right", "accuracy in %, [95 % interval]"]]
     rows += _table_rows("all", {"": overall})
