@@ -234,4 +234,4 @@ def with_rounding_request(problem: str, solution: Verdict) -> RoundedQuestion:
     # `Round ...` or `round ...`: the question says already how its answer is rounded.
     if "ound to the nearest" not in problem:
         problem = f"{problem} {_REQUEST_TO_ROUND}"
-    return RoundedQuestion(problem=problem, answer=round_as_in_school(solution.value, 2))
+    return RoundedQuestion(problem=problem, answer=round_as_in_school(solution.value, digits=2))

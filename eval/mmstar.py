@@ -166,18 +166,15 @@ def _compute_leakage(
     Returns the metrics by name; None where no predictions without images are named. The keys
     `MG_95` and `ML_95` have the intervals.
     """
-    if options.text_only and not options.without_image:
-        raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    # The accuracy on each problem; None for a run that was not named.
+    if options.without_image is None:
+        if options.text_only is not None:
+            raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
+        return None
+    # The accuracy on each problem.
+    with_image = _accuracy_of_each_problem(graded_answers)
     without_image = _accuracies_of_other_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )
-    language_model = _accuracies_of_other_run(
-        options.text_only, rows=rows, options=options, option_name="text_only"
-    )
-    if without_image is None:
-        return None
-    with_image = _accuracy_of_each_problem(graded_answers)
     gains = [
         accuracy - blind_accuracy
         for accuracy, blind_accuracy in zip(with_image, without_image, strict=True)
@@ -189,7 +186,10 @@ def _compute_leakage(
         "MG": fmean(gains),
         "MG_95": difference_interval(gains, pids),
     }
-    if language_model is not None:
+    if options.text_only is not None:
+        language_model = _accuracies_of_other_run(
+            options.text_only, rows=rows, options=options, option_name="text_only"
+        )
         leaks = [
             blind_accuracy - text_accuracy
             for blind_accuracy, text_accuracy in zip(without_image, language_model, strict=True)
@@ -202,21 +202,19 @@ def _compute_leakage(
 
 
 def _accuracies_of_other_run(
-    file: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
-) -> list[float] | None:
+    file: Path, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
+) -> list[float]:
     """Grade another run on the same problems, and return its accuracy on each.
 
     Args:
-        file: The predictions of the other run; None where the option was not given.
+        file: The predictions of the other run.
         rows: The predictions of this run, in whose order the accuracies are. The other run has to
             have the same problems and samples.
         options: The score options, by which the answers are graded.
         option_name: The option that names the file, for messages.
 
-    Returns None without a file. Raises `UserError` where the other run has other problems.
+    Raises `UserError` where the other run has other problems.
     """
-    if file is None:
-        return None
     other_rows = read_predictions(file, check_row, BENCHMARK.id_column)
     other_row_by_key = {row_key(row): row for row in other_rows}
     missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]

@@ -83,6 +83,7 @@ class ChatProcessor:
         from adora_vl.models.load import pixel_limits
         from adora_vl.rollout.prompt_tokens import never_sampled_ids
 
+        # It sets `config`, `auto_class`, `text_only`, `processor` and its image processor.
         self._load(model, revision, processor)
         self._chat_template_kwargs = chat_template_kwargs or {}
         model_limits = pixel_limits(self._image_processor)
@@ -99,13 +100,14 @@ class ChatProcessor:
             user_limits["max_pixels"] = max_pixels
         self._effective_limits = _combine_limits(model_limits or {}, user_limits)
         self.pixel_limits = self._effective_limits if user_limits else {}
-        self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
+        # A model without images has a tokenizer in place of a processor.
+        self.tokenizer: Any = self.processor if self.text_only else self.processor.tokenizer
         # The prompts of a batch end together, so that generation begins at one position.
-        self._tokenizer.padding_side = "left"
+        self.tokenizer.padding_side = "left"
         # Tokens that an answer cannot have, such as the placeholder of an image.
-        self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
-        self.pad_id: int = self._tokenizer.pad_token_id
-        self.eos_id: int = self._tokenizer.eos_token_id
+        self.banned_ids: list[int] = never_sampled_ids(self.tokenizer)
+        self.pad_id: int = self.tokenizer.pad_token_id
+        self.eos_id: int = self.tokenizer.eos_token_id
         # The most tokens of a prompt with its answer.
         self.context_length: int = self.config.get_text_config().max_position_embeddings
         self.image_id: int | None = getattr(self.processor, "image_token_id", None)
@@ -118,8 +120,7 @@ class ChatProcessor:
     ) -> None:
         """Load the configuration of a model, and its processor if `processor` is None.
 
-        A model that sees no images has a tokenizer in place of a processor. Raises `UserError` for
-        a model that cannot be loaded.
+        Raises `UserError` for a model that cannot be loaded.
         """
         from transformers import AutoProcessor, AutoTokenizer
 
@@ -194,9 +195,9 @@ class ChatProcessor:
         The placeholder P of an image is repeated once for each token of the image: with two tokens
         for the image, the ids 5, P, 7 of the chat template become 5, P, P, 7.
         """
-        template_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
+        template_ids: list[int] = self.tokenizer(self.render(messages))["input_ids"]
         image_token_counts = iter([self.image_token_count(image) for image in images])
-        prompt_ids = list[int]()
+        prompt_ids: list[int] = []
         for token_id in template_ids:
             repeats = next(image_token_counts) if token_id == self.image_id else 1
             prompt_ids += [token_id] * repeats
@@ -217,7 +218,7 @@ class ChatProcessor:
             prompts: The token ids of each prompt. They are padded at the left to (B, T).
             images: The images of all prompts, in their order.
         """
-        batch: BatchEncoding = self._tokenizer.pad(
+        batch: BatchEncoding = self.tokenizer.pad(
             {"input_ids": list(prompts)}, padding=True, return_tensors="pt"
         )
         if self.image_id is not None:
@@ -252,14 +253,9 @@ class ChatProcessor:
             self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits)
         )
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, which for a model without images is its processor."""
-        return self._tokenizer
-
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        text: str = self._tokenizer.decode(
+        text: str = self.tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text

@@ -77,15 +77,13 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
             f"chat_template_kwargs: those of the model's training, {chat_template_kwargs}",
             file=sys.stderr,
         )
-    stop = _read_stop_parameters(training_config, is_server=endpoint is not None)
     settings = options_from(
         AnswerEngineSettings,
         options,
         model=model,
         endpoint=endpoint,
         chat_template_kwargs=chat_template_kwargs,
-        stop_strings=stop.strings,
-        stop_token_ids=stop.token_ids,
+        stop=_read_stop_parameters(training_config, is_server=endpoint is not None),
     )
     if not options.tools:
         return settings
@@ -94,10 +92,12 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     return replace(settings, toolbox=toolbox, system_prompt=system_prompt)
 
 
-def _read_stop_parameters(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
+def _read_stop_parameters(
+    training_config: Mapping[str, Any], *, is_server: bool
+) -> StopParameters | None:
     """Return the stop strings and tokens of the model's training, and say so on stderr.
 
-    For a server there are none, and a line says that: a server would cut the stop string off the
+    Returns None for a server, and a line says that: a server would cut the stop string off the
     answer, and a grader may need it, such as `</answer>`.
     """
     from adora_vl.rollout.stopping import StopParameters
@@ -112,7 +112,7 @@ def _read_stop_parameters(training_config: Mapping[str, Any], *, is_server: bool
             )
         else:
             print(f"{key}: that of the model's training, {value}", file=sys.stderr)
-    return StopParameters.from_config(None) if is_server else stop
+    return None if is_server else stop
 
 
 def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:

@@ -18,7 +18,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
-from adora_vl.rollout.stopping import StopCriteria, cut_behind_stop_string
+from adora_vl.rollout.stopping import StopCriteria, StopParameters, cut_behind_stop_string
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -287,17 +287,15 @@ class VLLMEngine(LocalEngine):
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
         )
+        stop = settings.stop.sampling if settings.stop else {}
         sampling = {
             "temperature": settings.temperature,
             # A bias of -100 keeps a token from being sampled.
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
             # vLLM needs the text only to find strings that end an answer. `_build_reply` decodes.
-            "detokenize": bool(settings.stop_strings),
+            "detokenize": "stop" in stop,
+            **stop,
         }
-        if settings.stop_strings:
-            sampling["stop"] = list(settings.stop_strings)
-        if settings.stop_token_ids:
-            sampling["stop_token_ids"] = list(settings.stop_token_ids)
         super().__init__(
             settings,
             chat,
@@ -334,8 +332,9 @@ class TransformersEngine(LocalEngine):
             self._eos_ids.append(config_eos)
         elif config_eos is not None:
             self._eos_ids += config_eos
-        self._eos_ids += settings.stop_token_ids
-        self._stop_strings = settings.stop_strings
+        stop = settings.stop or StopParameters.from_config(None)
+        self._eos_ids += stop.token_ids
+        self._stop_strings = stop.strings
         decoding: dict[str, Any] = {"do_sample": False}
         if settings.temperature > 0:
             decoding = {

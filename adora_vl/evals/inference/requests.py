@@ -25,6 +25,7 @@ from adora_vl.utils.openai_client import Endpoint, Reply
 
 if TYPE_CHECKING:
     from adora_vl.config.blocks import ToolOptions
+    from adora_vl.rollout.stopping import StopParameters
     from adora_vl.tools.run import Toolbox
 
 HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
@@ -181,10 +182,8 @@ class AnswerEngineSettings(SamplingOptions):
     """The number of turns whose calls are answered."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The arguments of the chat template in the model's training."""
-    stop_strings: tuple[str, ...] = ()
-    """The strings that ended an answer in the model's training (`stop` of `generation_kwargs`)."""
-    stop_token_ids: tuple[int, ...] = ()
-    """The tokens that ended an answer in that training, beside the model's own end tokens."""
+    stop: StopParameters | None = None
+    """The strings and tokens that ended an answer in the model's training."""
 
     @property
     def fingerprint_fields(self) -> dict[str, Any]:
@@ -202,8 +201,6 @@ class AnswerEngineSettings(SamplingOptions):
                 fields["tool_files"] = dict(tools.hashes)
         if self.chat_template_kwargs:
             fields["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-        if self.stop_strings:
-            fields["stop"] = list(self.stop_strings)
-        if self.stop_token_ids:
-            fields["stop_token_ids"] = list(self.stop_token_ids)
+        if self.stop is not None:
+            fields |= self.stop.sampling  # `stop` and `stop_token_ids`, where they are set
         return fields

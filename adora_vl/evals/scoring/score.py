@@ -47,7 +47,7 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
     return {
         "mean": statistics.fmean(token_counts),
         "median": statistics.median(token_counts),
-        "p90": quantile(token_counts, 0.9),
+        "p90": quantile(token_counts, share=0.9),
         "max": max(token_counts),
     }
 

@@ -262,7 +262,7 @@ def interval_of_equal_values(
         lowest: The lowest possible value.
         highest: The highest possible value.
     """
-    _, unseen_share = wilson_interval(0, count)
+    _, unseen_share = wilson_interval(correct=0, total=count)
     low = value - unseen_share * (value - lowest)
     high = value + unseen_share * (highest - value)
     return low, high
@@ -347,7 +347,7 @@ def ratio_interval(
     sums = list(zip(numerator_sums, denominator_sums, strict=True))
     low, high = _bootstrap_ratio(sums)
     if low == high:  # all draws have the same ratio
-        _, unseen_share = wilson_interval(0, len(sums))
+        _, unseen_share = wilson_interval(correct=0, total=len(sums))
         margin = unseen_share * len(pairs) / sum(denominators)
         return max(0.0, low - margin), high + margin
     return low, high

@@ -44,30 +44,34 @@ def step_metrics(
             checked_answers.append(_CheckedAnswer(graded, claims))
     if not checked_answers:
         return None
+    problem_ids = [answer.graded.problem_id for answer in checked_answers]
+    new_counts = [answer.claims.new_count for answer in checked_answers]
+    false_counts = [answer.claims.false_count for answer in checked_answers]
     metrics: dict[str, Any] = {
         "answers": len(checked_answers),
-        "true": _mean_over_problems(checked_answers, "new_count"),
-        "false": _mean_over_problems(checked_answers, "false_count"),
+        "true": _mean_over_problems(new_counts, problem_ids),
+        "false": _mean_over_problems(false_counts, problem_ids),
         "lucky": None,
     }
     right_answers = [answer for answer in checked_answers if answer.graded.correct]
     if right_answers:
         are_lucky = [answer.claims.is_right_by_luck for answer in right_answers]
-        problem_ids = [answer.graded.problem_id for answer in right_answers]
-        metrics["lucky"] = share_metric(are_lucky, problem_ids)
+        ids_of_right_answers = [answer.graded.problem_id for answer in right_answers]
+        metrics["lucky"] = share_metric(are_lucky, ids_of_right_answers)
     return metrics
 
 
-def _mean_over_problems(checked_answers: Sequence[_CheckedAnswer], field: str) -> dict[str, Any]:
+def _mean_over_problems(claim_counts: Sequence[int], problem_ids: Sequence[str]) -> dict[str, Any]:
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
     Args:
-        checked_answers: The answers. Several answers to a problem count as their mean.
-        field: The field of `ClaimCheck` that is averaged: `new_count` or `false_count`.
+        claim_counts: The number of claims in each answer, such as its false ones. Several answers
+            to a problem count as their mean.
+        problem_ids: The problem of each answer.
     """
-    counts_by_problem: dict[str, list[float]] = defaultdict(list)
-    for answer in checked_answers:
-        counts_by_problem[answer.graded.problem_id].append(float(getattr(answer.claims, field)))
+    counts_by_problem: dict[str, list[int]] = defaultdict(list)
+    for count, problem_id in zip(claim_counts, problem_ids, strict=True):
+        counts_by_problem[problem_id].append(count)
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
     # The bounds matter only if all means are the same: other problems could then have no claims, or
     # one more.

@@ -77,15 +77,16 @@ def test_an_answer_ends_where_a_rollout_of_the_training_did(
 
     for folder in (run_folder, tmp_path / "exported"):
         settings = build_settings(EngineOptions(model=str(folder), engine="transformers"))
-        assert settings.stop_strings == ("</answer>",)
-        assert settings.stop_token_ids == (7,)
+        assert settings.stop is not None
+        assert settings.stop.strings == ("</answer>",)
+        assert settings.stop.token_ids == (7,)
         assert settings.fingerprint_fields["stop"] == ["</answer>"]
         assert settings.fingerprint_fields["stop_token_ids"] == [7]
         assert "stop: that of the model's training, ['</answer>']" in capsys.readouterr().err
 
     on_server = EngineOptions(model=str(run_folder), engine="openai", base_url="http://a:1/v1")
     settings = build_settings(on_server)
-    assert (settings.stop_strings, settings.stop_token_ids) == ((), ())
+    assert settings.stop is None
     assert "note: stop: the model's training ended answers at ['</answer>'], and --engine" in (
         capsys.readouterr().err
     )
