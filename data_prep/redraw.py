@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import re
 from cmath import phase, rect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageFont
 
-from adora_vl.geometry.logic_form import LogicForm, Term, points_in_term
+from adora_vl.geometry.logic_form import LogicForm, Point, Term, points_in_term
 from adora_vl.synthetic.drawing import OVERSAMPLING, Box, Canvas
 from data_prep.logic_forms import describe_term
 
@@ -73,6 +73,11 @@ def can_be_drawn(form: LogicForm) -> bool:
     for centre, _ in form.points_by_circle:
         needed_points.add(centre)
     return bool(form.points) and needed_points <= form.points.keys()
+
+
+def points_in_picture(coordinates: Mapping[str, Point]) -> dict[str, Point]:
+    """Return the points of a figure, where y points up, as a picture has them, with y downwards."""
+    return {name: (x, -y) for name, (x, y) in coordinates.items()}
 
 
 def draw_form(form: LogicForm) -> Image.Image:

@@ -487,11 +487,10 @@ def _draw_figure(verdict: Verdict, arguments: argparse.Namespace) -> None:
         return
     # Pillow and matplotlib are of no use for logic forms.
     from adora_vl.data.images import png_bytes
-    from data_prep.redraw import can_be_drawn, draw_form
+    from data_prep.redraw import can_be_drawn, draw_form, points_in_picture
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
-    # A form has y downwards, as a picture has it, and a figure upwards.
-    points = {name: (x, -y) for name, (x, y) in verdict.figure.coordinates.items()}
+    points = points_in_picture(verdict.figure.coordinates)
     form = replace(verdict.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")

@@ -26,7 +26,7 @@ from adora_vl.geometry.solve_form import solve_form, solved_figure
 from adora_vl.utils.cli import pluralize
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
-from data_prep.redraw import can_be_drawn, draw_form
+from data_prep.redraw import can_be_drawn, draw_form, points_in_picture
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -127,9 +127,7 @@ def _with_all_coordinates(form: LogicForm, solution: Verdict) -> LogicForm:
     """
     if can_be_drawn(form) or solution.figure is None:
         return form
-    # In a figure y points up, in a picture down.
-    points = {name: (x, -y) for name, (x, y) in solution.figure.coordinates.items()}
-    return replace(form, points=points)
+    return replace(form, points=points_in_picture(solution.figure.coordinates))
 
 
 def draws_every_asked_point(form: LogicForm) -> bool:

@@ -46,7 +46,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output
 from data_prep.question_words import question_in_words
-from data_prep.redraw import can_be_drawn, draw_if_legible
+from data_prep.redraw import can_be_drawn, draw_if_legible, points_in_picture
 from data_prep.solved_rows import (
     draws_every_asked_point,
     features_with_figure,
@@ -262,8 +262,7 @@ def _try_variant(
         return None
     assert verdict.figure is not None, "an answered problem has a figure"
     coordinates = _rotate_like_original(figure, verdict.figure.coordinates)
-    # In a picture y points down, in a figure up.
-    drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
+    drawn_form = replace(form, points=points_in_picture(coordinates))
     if not can_be_drawn(drawn_form) or not _has_distinguishable_parts(drawn_form):
         return None
     picture = draw_if_legible(drawn_form)
@@ -328,9 +327,8 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     extent = extent_of([complex(x, y) for x, y in figure.coordinates.values()])
     pixels_per_unit = _START_DIAGRAM_PIXELS / max(*extent, 1e-9)  # never by 0
     points = {
-        # In a picture y points down.
-        name: (pixels_per_unit * x, -pixels_per_unit * y)
-        for name, (x, y) in figure.coordinates.items()
+        name: (pixels_per_unit * x, pixels_per_unit * y)
+        for name, (x, y) in points_in_picture(figure.coordinates).items()
     }
     return replace(form, facts=facts, question=question, points=points)
 

@@ -22,6 +22,7 @@ from adora_vl.evals.records import (
     PublishedResults,
     RowGrade,
 )
+from adora_vl.evals.score_files import fingerprint_part
 from adora_vl.evals.scoring.score import groups_from_metadata
 from adora_vl.evals.variants import add_variants, get_original_id, variant_lines
 from adora_vl.rewards import grade as grade_as_in_training
@@ -152,8 +153,7 @@ def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
     Those were measured without showing the choices to the model. Here it sees them if the template
     of the prompt has a placeholder for them.
     """
-    fingerprint = score.get("fingerprint") or {}
-    prompt = (fingerprint.get("fields") or {}).get("prompt") or ""
+    prompt = fingerprint_part(score, "fields").get("prompt") or ""
     shows_choices = any(f"{{{name}}}" in prompt for name in NAMES_OF_CHOICES)
     if not shows_choices:
         return None
@@ -175,9 +175,8 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     shown: the picture (`image`), its facts in words, both, or a grey picture.
     """
     data_set = score.get("data_set") or {}
-    fingerprint = score.get("fingerprint") or {}
     # A fingerprint names the view only where it is not the picture.
-    view = (fingerprint.get("fields") or {}).get("view", "image")
+    view = fingerprint_part(score, "fields").get("view", "image")
     problem_count = data_set.get("problems", 0)
     is_whole_split = problem_count >= _MIN_SHARE_OF_WHOLE_SPLIT * _TEST_PROBLEM_COUNT
     return (

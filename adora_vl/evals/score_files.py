@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
             )
 
 
-def fingerprint_part(score: Score, name: str) -> dict[str, Any]:
+def fingerprint_part(score: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a part of a score's fingerprint, such as `fields`; empty where it has none."""
     part = (score.get("fingerprint") or {}).get(name)
     return part if isinstance(part, dict) else {}
