@@ -202,7 +202,10 @@ class _DiagramDrawing:
         marked_terms = self._draw_marks()
         sentences = []  # on the facts that the figure cannot show
         for term in self.form.terms:
-            if term and term not in marked_terms and not self._write_value(term):
+            if term is None or term in marked_terms:
+                continue
+            is_shown = self._write_value(term)
+            if not is_shown:
                 sentences.append(describe_term(term))
         for name, point in self.point_by_name.items():
             candidates = []  # on circles around the point, the nearest first
@@ -279,7 +282,7 @@ class _DiagramDrawing:
         value = right_side
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
             value = right_side.arguments[0]
-        # A measure that equals that of `angle 1` is shown by the number 1.
+        # The other side may be `angle 1`, which the picture shows by its number.
         numbered_angle = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
         if value.arguments and not numbered_angle:  # no single number or name
             return False

@@ -99,7 +99,7 @@ def test_the_pixel_limit_reaches_both_engines(workspace, predictions_by_engine):
     for rows in predictions_by_engine.values():
         for row in rows:
             prompt = chat.render(conversation_with_images(row["question"], 1, SYSTEM_PROMPT))
-            one_placeholder = len(chat._tokenizer(prompt)["input_ids"])
+            one_placeholder = len(chat.tokenizer(prompt)["input_ids"])
             assert row["n_prompt_tokens"] == one_placeholder - 1 + IMAGE_TOKENS_UNDER_LIMIT
 
 

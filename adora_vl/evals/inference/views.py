@@ -39,10 +39,7 @@ def apply_view(problems: Sequence[Problem], view: str) -> list[Problem]:
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")
-        return [
-            replace(problem, images=partial(_grey_images, problem)) if problem.n_images else problem
-            for problem in problems
-        ]
+        return [replace(problem, images=partial(_grey_images, problem)) for problem in problems]
     with_facts = [problem for problem in problems if problem.facts]
     if not with_facts:
         raise UserError(

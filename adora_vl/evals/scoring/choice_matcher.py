@@ -139,11 +139,10 @@ class ChoiceMatcher:
         index_of_same_text = self.index_by_same_text(normalised_text)
         if index_of_same_text is not None:
             return index_of_same_text
-        letter = self._match_letter_of_short_text(plain_text)
-        if letter and self.is_in_letter_list(plain_text, letter):
-            return None
-        if letter:
-            return self.index_of_letter(letter)
+        letter_match = self._match_letter_of_short_text(plain_text)
+        if letter_match:
+            is_one_of_several = self.is_in_letter_list(plain_text, letter_match)
+            return None if is_one_of_several else self.index_of_letter(letter_match)
         index_of_equal_value = self.index_by_value(text)
         if index_of_equal_value is not None:
             return index_of_equal_value
@@ -202,10 +201,11 @@ class ChoiceMatcher:
         boxed_text = rf"\boxed{{{text.replace(':', '/')}}}"
         indices = []
         for index, choice in enumerate(self.choices):
-            if (
-                self.normalised_choices[index]
-                and grade(boxed_text, choice.replace(":", "/")).verdict == "correct"
-            ):
+            # It is empty for a choice that is a letter, and so no value.
+            if not self.normalised_choices[index]:
+                continue
+            result = grade(boxed_text, choice.replace(":", "/"))
+            if result.verdict == "correct":
                 indices.append(index)
         return indices[0] if len(indices) == 1 else None
 
@@ -305,12 +305,12 @@ def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
         keep_end: Whether to keep full stops at the end, as a text of several sentences needs them.
     """
     text = without_markup(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
-    text = re.sub(r" *([{}]) *", r"\1", text)
-    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
-    text = re.sub(r"√\{(\w+)\}", r"√\1", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)
-    text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)
+    text = re.sub(r" *([{}]) *", r"\1", text)  # `{ 3 }`
+    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)  # `\frac{1}{2}`
+    text = re.sub(r"√\{(\w+)\}", r"√\1", text)  # `√{3}`
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # `1,000`
+    text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)  # `5.0`
+    text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)  # `40 degrees`
     text = re.sub(r"\s+", " ", text).strip()
     return text if keep_end else text.rstrip(" .。")
 

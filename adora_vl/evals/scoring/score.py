@@ -116,6 +116,7 @@ def score_predictions(
     if benchmark.file:
         rules = rules | {"file": benchmark.file}
     claim_metrics = step_metrics(rows, graded_answers)
+    steps = {"steps": claim_metrics} if claim_metrics else {}
     items = [
         _build_score_item(benchmark, row, graded)
         for row, graded in zip(prepared_rows, graded_answers, strict=True)
@@ -128,7 +129,7 @@ def score_predictions(
         **_normalise_metrics(summary),
         **answer_metrics(rows, graded_answers),
         **summary.extra_keys,
-        **({"steps": claim_metrics} if claim_metrics else {}),
+        **steps,
         "rules": rules,
         **_extraction_metrics(graded_answers),
         "items": items,
@@ -188,7 +189,9 @@ def grade_rows(
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
         graded = grade_row(benchmark, prepared_row, options)
         final_response = prepared_row["response"]
-        if final_response != with_latex_boxes(row["response"]):
+        # Of a response without thinking only the spelling of its boxes has changed.
+        had_thinking = final_response != with_latex_boxes(row["response"])
+        if had_thinking:
             graded = _record_thinking(graded, has_answer=bool(final_response))
         graded_answers.append(graded)
     return prepared_rows, graded_answers
@@ -359,6 +362,7 @@ def summarise_grades(graded_answers: Sequence[GradedAnswer]) -> dict[str, Any]:
 
     Problems that were not asked are counted too.
     """
+    # Each is a list with one reason, as every kind of group is a list.
     finish_reasons = [graded.grade.groups.get("finish_reason") for graded in graded_answers]
     verdicts = Counter(graded.grade.verdict for graded in graded_answers)
     thinking = [graded.thinking for graded in graded_answers]
