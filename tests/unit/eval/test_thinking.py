@@ -198,7 +198,7 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
     A character is a token of this chat processor, and every answer is "5".
     """
     chat: Any = SimpleNamespace(
-        context=100,
+        context_length=100,
         prompt_ids=lambda messages, images: [ord(character) for character in prompt],
         why_too_long=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
