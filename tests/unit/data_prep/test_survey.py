@@ -94,7 +94,9 @@ def test_longest_problems_in_tokens_of_a_model(
     assert f"tokens of {PRETRAINED_FOLDER}" in output
     assert not (tmp_path / "data.html").exists()
     longest = (
-        survey_dataset(tmp_path / "data", model=str(PRETRAINED_FOLDER)).splits["train"].longest_problems
+        survey_dataset(tmp_path / "data", model=str(PRETRAINED_FOLDER))
+        .splits["train"]
+        .longest_problems
     )
     assert len(longest) == 5
     assert 3 < longest[0][0] < len("Find the measure of a base angle.")

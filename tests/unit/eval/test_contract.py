@@ -428,7 +428,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
 
     def build_chat(*_: object, **kwargs: object) -> Namespace:
         chat_arguments.append(kwargs)
-        return Namespace(decode=str, context=64)
+        return Namespace(decode=str, context_length=64)
 
     monkeypatch.setattr(evaluation, "ChatProcessor", build_chat)
     row_by_pid = {row["pid"]: row for row in rows}
@@ -443,7 +443,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         accelerator=FakeAccelerator(num_processes=2),
         config=training_config(max_completion_length=8, chat_template_kwargs={"a": 1}),
         policy=Namespace(name_or_path="x"),
-        sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
+        sampler=Namespace(reads_prompts=False, awake=nullcontext, sample=lambda *_, **__: []),
         engine=Namespace(greedy_settings={}),
         processor="p",
     )
