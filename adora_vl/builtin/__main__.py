@@ -95,8 +95,10 @@ def _build(options: argparse.Namespace, size: ModelSize) -> None:
 
     if options.start == TINY_MODEL:
         short_prompt_steps = min(WarmStart().short_prompt_steps, options.steps // 2)
-        plan = WarmStart(options.steps, short_prompt_steps, seed=options.seed)
-        facts = build_tiny_model(options.output, plan, options.family, size)
+        plan = WarmStart(
+            steps=options.steps, short_prompt_steps=short_prompt_steps, seed=options.seed
+        )
+        facts = build_tiny_model(options.output, plan, family=options.family, size=size)
     else:
         recipe = RECIPE_BY_TINY_MODEL[options.start]
         facts = train_and_save(options.output, recipe.plan, recipe.prepare)

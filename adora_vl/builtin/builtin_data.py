@@ -39,10 +39,10 @@ class TinyModelRecipe:
 
 
 RECIPE_BY_TINY_MODEL: dict[str, TinyModelRecipe] = {
-    load.TINY_MODEL: TinyModelRecipe(WarmStart(), prepare_tiny),
-    load.TINY_PERIMETER_MODEL: TinyModelRecipe(PerimeterStart(), prepare_perimeter),
-    load.TINY_TEXT_MODEL: TinyModelRecipe(TextStart(), prepare_text),
-    load.TINY_ZOOM_MODEL: TinyModelRecipe(ZoomStart(), prepare_zoom),
+    load.TINY_MODEL: TinyModelRecipe(plan=WarmStart(), prepare=prepare_tiny),
+    load.TINY_PERIMETER_MODEL: TinyModelRecipe(plan=PerimeterStart(), prepare=prepare_perimeter),
+    load.TINY_TEXT_MODEL: TinyModelRecipe(plan=TextStart(), prepare=prepare_text),
+    load.TINY_ZOOM_MODEL: TinyModelRecipe(plan=ZoomStart(), prepare=prepare_zoom),
 }
 
 

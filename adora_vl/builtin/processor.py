@@ -77,9 +77,8 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     """
     vision = FAMILIES[family].vision
     assert vision is not None
-    image_settings: dict[str, Any] = {
-        "patch_size": vision.token_side // 2
-    }  # a token has 2 x 2 patches
+    # A token has 2 x 2 patches.
+    image_settings: dict[str, Any] = {"patch_size": vision.token_side // 2}
     processor: Any = Qwen2_5_VLProcessor
     video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.builtin.processor import END_OF_TURN
@@ -51,6 +51,13 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
     return write_working(rng, sides, slip_share=plan.slips)
 
 
+def _model_to_train(tokenizer: PreTrainedTokenizerBase, seed: int, size: ModelSize | None) -> Any:
+    """Return the shipped tiny model; with a `size` a model of this size with random weights."""
+    if size is not None:
+        return build_model(tokenizer, seed=seed, size=size)
+    return AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
+
+
 def prepare_perimeter(
     plan: PerimeterStart, rows: list[Row] | None = None, size: ModelSize | None = None
 ) -> UntrainedModel:
@@ -63,11 +70,7 @@ def prepare_perimeter(
             model, which has learned to read before.
     """
     processor = load_processor(str(PRETRAINED_FOLDER))
-    model: Any
-    if size is None:
-        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
-    else:
-        model = build_model(processor.tokenizer, seed=plan.seed, size=size)
+    model = _model_to_train(processor.tokenizer, seed=plan.seed, size=size)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     with_short_prompt = encode(processor, rows, "Answer.")
     with_full_prompt = encode(processor, rows, SYSTEM_PROMPT)
@@ -104,8 +107,12 @@ def prepare_perimeter(
         )
 
     stages = [
-        TrainingStage(plan.steps, plan.learning_rate, first_stage_loss),
-        TrainingStage(plan.teacher_steps, plan.learning_rate * 2 / 3, second_stage_loss),
+        TrainingStage(steps=plan.steps, learning_rate=plan.learning_rate, loss_of=first_stage_loss),
+        TrainingStage(
+            steps=plan.teacher_steps,
+            learning_rate=plan.learning_rate * 2 / 3,
+            loss_of=second_stage_loss,
+        ),
     ]
     dtype = SHIPPED_SIZE.dtype if size is None else size.dtype
     return UntrainedModel(model=model, processor=processor, stages=stages, dtype=dtype)

@@ -20,6 +20,7 @@ from adora_vl.builtin.tiny_vl import EncodedPrompts, answer_loss, language_setti
 from adora_vl.data.prompts import conversation
 from adora_vl.synthetic.knights import generate
 
+_VOCABULARY_ROWS = 500  # puzzles that the tokenizer is trained on
 _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
 
@@ -39,7 +40,7 @@ def prepare_text(plan: TextStart) -> UntrainedModel:
     """Return the text-only model with random weights, and the stage of its training."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
-        for row in generate(500, seed=_DATA_SEED)
+        for row in generate(_VOCABULARY_ROWS, seed=_DATA_SEED)
     ]
     tokenizer = build_tokenizer(texts)
     config = Qwen2Config(**language_settings(tokenizer))
@@ -58,8 +59,11 @@ def prepare_text(plan: TextStart) -> UntrainedModel:
         """Return the loss of a random batch, whatever the step."""
         row_numbers = rng.sample(range(len(prompts)), plan.batch_size)
         return answer_loss(
-            model, encoded_prompts=EncodedPrompts(prompts), answers=answers, row_numbers=row_numbers
+            model,
+            encoded_prompts=EncodedPrompts(prompts=prompts),
+            answers=answers,
+            row_numbers=row_numbers,
         )
 
-    stage = TrainingStage(plan.steps, plan.learning_rate, loss_of)
+    stage = TrainingStage(steps=plan.steps, learning_rate=plan.learning_rate, loss_of=loss_of)
     return UntrainedModel(model=model, processor=tokenizer, stages=[stage])

@@ -216,7 +216,10 @@ def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> 
 
     `rows`: each has one picture, all of one size. `system_prompt`: begins every prompt.
     """
-    conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
+    conversations = [
+        conversation_with_images(row["problem"], n_images=1, system_prompt=system_prompt)
+        for row in rows
+    ]
     texts = [
         processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         for messages in conversations
@@ -334,10 +337,10 @@ def warm_start(
             row_numbers=rng.sample(range(len(rows)), plan.batch_size),
         )
 
-    return TrainingStage(plan.steps, plan.learning_rate, loss_of)
+    return TrainingStage(steps=plan.steps, learning_rate=plan.learning_rate, loss_of=loss_of)
 
 
-_VOCABULARY_ROWS = 2000
+_VOCABULARY_ROWS = 2000  # problems that the tokenizer is trained on
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SIZE = 448  # pixels of a drawn picture's side
 SEEN_SIZE = 56  # pixels of its side as the model sees it
+_TOKEN_SIDE = 28  # pixels of an image token's side
 SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
@@ -96,8 +97,7 @@ class _Teacher:
         """Return the prompt that asks for the number in a corner, with the tools described."""
         question = question_for_corner(corner)
         system_prompt = with_tools(SYSTEM, self.toolbox.schemas)
-        image_count = 1
-        messages = conversation_with_images(question, image_count, system_prompt)
+        messages = conversation_with_images(question, n_images=1, system_prompt=system_prompt)
         return str(
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
@@ -160,7 +160,7 @@ def _loss(
             images.append(image.resize((SEEN_SIZE, SEEN_SIZE), Image.Resampling.BICUBIC))
     image_inputs = processor.image_processor(images=images, return_tensors="pt")
     image_id = model.config.image_token_id
-    tokens_per_image = (SEEN_SIZE // 28) ** 2
+    tokens_per_image = (SEEN_SIZE // _TOKEN_SIDE) ** 2
     sequences = []
     labels = []
     for example in examples:
@@ -202,7 +202,8 @@ def _shipped_model_with(processor: "ProcessorMixin", seed: int) -> Any:
 
 def prepare_zoom(plan: ZoomStart) -> UntrainedModel:
     """Return the shipped tiny model with another vocabulary, and the two stages of its training."""
-    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN_SIZE**2, SEEN_SIZE**2, 28))
+    view = View(low=SEEN_SIZE**2, high=SEEN_SIZE**2, unit=_TOKEN_SIDE)
+    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
     system = with_tools(SYSTEM, toolbox.schemas)
     # The text around each problem, which the tokenizer learns to write with few tokens.
     surrounding_text = (
@@ -228,7 +229,11 @@ def prepare_zoom(plan: ZoomStart) -> UntrainedModel:
         return _loss(model, processor, examples)
 
     stages = [
-        TrainingStage(plan.steps, plan.learning_rate, reading_loss),
-        TrainingStage(plan.teacher_steps, plan.learning_rate * 2 / 3, conversation_loss),
+        TrainingStage(steps=plan.steps, learning_rate=plan.learning_rate, loss_of=reading_loss),
+        TrainingStage(
+            steps=plan.teacher_steps,
+            learning_rate=plan.learning_rate * 2 / 3,
+            loss_of=conversation_loss,
+        ),
     ]
     return UntrainedModel(model=model, processor=processor, stages=stages)

@@ -29,10 +29,10 @@ from adora_vl.rewards.completion import last_adjacent_boxes
 from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import DuplicateKeyError, read_json, short_repr
 
-_LETTER = re.compile(r"\(?([A-Z])[).]?")
-_SMALL_LETTER = re.compile(r"\(?([a-h])[).]?")
+_OPTION_LETTER = re.compile(r"\(?([A-Z])[).]?")
+_SMALL_OPTION_LETTER = re.compile(r"\(?([a-h])[).]?")
 # A letter before an option: `A. 3`, `(A) 3`.
-_LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
+_LETTER_BEFORE_OPTION = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
@@ -310,7 +310,7 @@ def _strip_option_letters(options: list[str]) -> list[str]:
 
     `A. 3` and `B. 4` give 3 and 4. `A. 3` and `C. 4` stay as they are.
     """
-    matches = [_LETTERED.match(option) for option in options]
+    matches = [_LETTER_BEFORE_OPTION.match(option) for option in options]
     for match, letter in zip(matches, ascii_uppercase, strict=False):
         if match is None or match[1] != letter:
             return options
@@ -352,17 +352,14 @@ def option_letter(
         raise row_error("letter_without_choice", wrong, f"correct it in {ROW_LOCATION}")
     answer = _capitalize_letter(answer, choices)
     matches = _matching_letters(answer, choices, letters)
-    # The letters that a whole number may mean: as an index from 0, and as one from 1.
-    letters_by_index = []
+    letters_of_index: list[str] = []
     if index is not None and not answer_is:
-        for position in (index, index - 1):
-            if 0 <= position < len(choices):
-                letters_by_index.append(letters[position])
+        letters_of_index = _letters_of_index(index, letters)
     # The number is the text of one option, and may be the index of another one.
-    if matches.by_text and not matches.all_letters.issuperset(letters_by_index):
+    if matches.by_text and not matches.all_letters.issuperset(letters_of_index):
         wrong = (
             f"the answer {answer} is the option {matches.by_text[0]} and may be the index of "
-            f"{' or '.join(letters_by_index)}"
+            f"{' or '.join(letters_of_index)}"
         )
         remedy = f"say --answer-is {', '.join(ANSWER_IS)}, for {ROW_LOCATION}"
         raise row_error("ambiguous_answer", wrong, remedy)
@@ -376,14 +373,19 @@ def option_letter(
         raise row_error("ambiguous_answer", wrong, f"make the options differ in {ROW_LOCATION}")
     wrong = f"the answer {short_repr(answer)} is neither a letter of {short_repr(list(choices))} nor one of them"
     remedy = f"write one of {', '.join(letters)} in {ROW_LOCATION}"
-    if letters_by_index:
+    if letters_of_index:
         remedy = f"if it is an index say --answer-is index, or index-from-1, for {ROW_LOCATION}"
     raise row_error("letter_without_choice", wrong, remedy)
 
 
+def _letters_of_index(index: int, letters: str) -> list[str]:
+    """Return the letters that an index may mean, counted from 0 or from 1: C and B for 2."""
+    return [letters[position] for position in (index, index - 1) if 0 <= position < len(letters)]
+
+
 def _capitalize_letter(answer: str, choices: Sequence[str]) -> str:
     """Return `B` for an answer `b` or `(b)` that is no option itself; any other answer as it is."""
-    small = _SMALL_LETTER.fullmatch(answer)
+    small = _SMALL_OPTION_LETTER.fullmatch(answer)
     if small and answer not in choices:
         return small[1].upper()
     return answer
@@ -406,7 +408,7 @@ def _matching_letters(answer: str, choices: Sequence[str], letters: str) -> _Mat
         choices: the texts of the options.
         letters: their letters, such as `AB` for two options.
     """
-    match = _LETTER.fullmatch(answer)
+    match = _OPTION_LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     choice_by_letter = dict(zip(letters, choices, strict=True))
     by_text = [letter for letter, choice in choice_by_letter.items() if choice == answer]
@@ -417,12 +419,13 @@ def _matching_letters(answer: str, choices: Sequence[str], letters: str) -> _Mat
         for letter, choice in choice_by_letter.items():
             if canonical_gold(choice) == canonical_answer:
                 by_text.append(letter)
-    labelled = _LETTERED.match(answer)  # `B. 4`: the letter counts if 4 is the text of option B
-    if labelled and labelled[1] in letters:
-        choice = choice_by_letter[labelled[1]]
-        text = answer[labelled.end() :].strip()
+    # `B. 4`: the letter counts if 4 is the text of option B.
+    letter_before_text = _LETTER_BEFORE_OPTION.match(answer)
+    if letter_before_text and letter_before_text[1] in letters:
+        choice = choice_by_letter[letter_before_text[1]]
+        text = answer[letter_before_text.end() :].strip()
         if choice == text or canonical_gold(choice) == canonical_gold(text):
-            by_letter = labelled[1]
+            by_letter = letter_before_text[1]
     all_letters = set(by_text)
     if by_letter:
         all_letters.add(by_letter)

@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 
-_ROLES = {"human": "user", "gpt": "assistant"}  # the roles of ShareGPT in OpenAI's words
-_PICTURES = ("image", "image_url")
+_ROLE_BY_SHAREGPT_NAME = {
+    "human": "user",
+    "gpt": "assistant",
+}  # the roles of ShareGPT in OpenAI's words
+_PICTURE_PART_TYPES = ("image", "image_url")
 _SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
+# Each of the sentences of an instruction has one of these words, and one of them a format.
 _ANSWER_INSTRUCTION = re.compile(
     r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking "
     r"process|internal monologue"
@@ -31,11 +35,11 @@ def question_of_chat(value: object) -> str | None:
 
 
 def pictures_of_chat(value: object) -> list[Any]:
-    """Return the pictures in the only question of a conversation.
+    """Return the pictures in the parts of a conversation's only question.
 
-    Each is a path, an address, or a struct `{"bytes": ...}`. A part that only marks the place of an
-    image gives None. Where all parts are such marks the list is empty, since the pictures then
-    stand in a column of their own.
+    Each is a path, an address, or a struct `{"bytes": ...}`. The part `{"type": "image"}` has no
+    picture and gives None: it marks the place of an image. If no part has a picture, the list is
+    empty, and the pictures stand in a column of their own.
     """
     questions = _contents_of_role(value, "user")
     has_parts = len(questions) == 1 and isinstance(questions[0], list)
@@ -43,10 +47,10 @@ def pictures_of_chat(value: object) -> list[Any]:
         return []
     pictures = []
     for part in questions[0]:
-        if isinstance(part, Mapping) and part.get("type") in _PICTURES:
+        if isinstance(part, Mapping) and part.get("type") in _PICTURE_PART_TYPES:
             pictures.append(picture_in_part(part))
-    are_marks = all(picture is None for picture in pictures)
-    return [] if are_marks else pictures
+    are_only_marks = all(picture is None for picture in pictures)
+    return [] if are_only_marks else pictures
 
 
 def answer_of_chat(value: object) -> str | None:
@@ -60,7 +64,7 @@ def answer_of_chat(value: object) -> str | None:
     return _content_as_text(answers[0]) if len(answers) == 1 else None
 
 
-_IMG = re.compile(
+_IMG_TAG = re.compile(
     r"<img>([^<>]+)</img>|<img\s[^<>]*?src\s*=\s*[\"']([^\"'<>]+)[\"'][^<>]*>", re.IGNORECASE
 )
 
@@ -80,8 +84,8 @@ def replace_img_tags(text: str) -> TextAndPaths:
     if "<img" not in text.lower():  # most texts, which the expression below would search slowly
         return TextAndPaths(text, paths=[])
     # The path is in the first group for `<img>PATH</img>`, in the second for `<img src="PATH">`.
-    paths = [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
-    return TextAndPaths(_IMG.sub(IMAGE_PLACEHOLDER, text), paths)
+    paths = [(match[1] or match[2]).strip() for match in _IMG_TAG.finditer(text)]
+    return TextAndPaths(_IMG_TAG.sub(IMAGE_PLACEHOLDER, text), paths)
 
 
 def _contents_of_role(value: object, wanted_role: str) -> list[Any]:
@@ -96,7 +100,7 @@ def _contents_of_role(value: object, wanted_role: str) -> list[Any]:
     for message in value:
         role = message.get("role", message.get("from"))
         if isinstance(role, str):
-            role = _ROLES.get(role, role)
+            role = _ROLE_BY_SHAREGPT_NAME.get(role, role)
         if role == wanted_role:
             contents.append(message.get("content", message.get("value")))
     return contents
@@ -131,7 +135,7 @@ def _content_as_text(content: object) -> str | None:
         return None
     pieces = []
     for part in content:
-        if part.get("type") in _PICTURES:
+        if part.get("type") in _PICTURE_PART_TYPES:
             pieces.append(IMAGE_PLACEHOLDER)
         elif isinstance(part.get("text"), str):
             pieces.append(part["text"])

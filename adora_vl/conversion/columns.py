@@ -148,19 +148,22 @@ _SOLUTIONS = f"solution|response|{_CHAT}"
 _IMAGES = ("images",)
 _IMAGES_OR_IMAGE = ("images|image",)
 PRESETS = {
-    "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
+    "geometry3k": Preset(id="hiyouga/geometry3k", columns=_GEOMETRY3K),
     "easyr1": Preset(
-        None, Columns(problem="prompt|problem", answer="answer", images=_IMAGES, optional=_IMAGES)
+        id=None,
+        columns=Columns(
+            problem="prompt|problem", answer="answer", images=_IMAGES, optional=_IMAGES
+        ),
     ),
     "verl": Preset(
-        None,
-        Columns(
+        id=None,
+        columns=Columns(
             problem="prompt", answer="reward_model.ground_truth", images=_IMAGES, optional=_IMAGES
         ),
     ),
     "swift": Preset(
-        None,
-        Columns(
+        id=None,
+        columns=Columns(
             problem=_QUESTIONS,
             answer=_SOLUTIONS,
             images=_IMAGES_OR_IMAGE,
@@ -168,8 +171,10 @@ PRESETS = {
         ),
     ),
     "llamafactory": Preset(
-        None,
-        Columns(problem=_CHAT, answer=_CHAT, images=_IMAGES_OR_IMAGE, optional=_IMAGES_OR_IMAGE),
+        id=None,
+        columns=Columns(
+            problem=_CHAT, answer=_CHAT, images=_IMAGES_OR_IMAGE, optional=_IMAGES_OR_IMAGE
+        ),
     ),
 }
 

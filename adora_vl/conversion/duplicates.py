@@ -30,15 +30,15 @@ class AnsweredRow:
     """What is remembered of a row to compare its answer with those of others."""
 
     row_id: str
-    gold: str
+    answer: str
     origin: str  # where the row stands in its source
 
 
 _MANY_ROWS_PER_PICTURE = 8  # rows that share one picture; versions of one problem are fewer
-_TABLES = """
+_CREATE_TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
 CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE answered_rows (split TEXT, prompt BLOB, number INTEGER, id TEXT, gold TEXT,
+CREATE TABLE answered_rows (split TEXT, prompt BLOB, number INTEGER, id TEXT, answer TEXT,
                             origin TEXT, PRIMARY KEY (split, prompt, number)) WITHOUT ROWID;
 CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT ROWID;
 """
@@ -65,7 +65,7 @@ class SeenRows:
         # All is written in one transaction that is never committed, since nobody reads it later.
         self._database = sqlite3.connect(self._file, isolation_level=None)
         try:
-            self._database.executescript(_TABLES + "BEGIN")
+            self._database.executescript(_CREATE_TABLES + "BEGIN")
         except sqlite3.OperationalError as error:
             raise _disk_full_error(error) from error
         return self
@@ -99,19 +99,19 @@ class SeenRows:
             row: its answer, its id, and where it stands.
         """
         self._row_count += 1
-        earlier_golds = self._database.execute(
-            "SELECT gold FROM answered_rows WHERE split = ? AND prompt = ?", (split, prompt)
+        earlier_answers = self._database.execute(
+            "SELECT answer FROM answered_rows WHERE split = ? AND prompt = ?", (split, prompt)
         ).fetchall()
         self._database.execute(
             "INSERT INTO answered_rows VALUES (?, ?, ?, ?, ?, ?)",
-            (split, prompt, self._row_count, row.row_id, row.gold, row.origin),
+            (split, prompt, self._row_count, row.row_id, row.answer, row.origin),
         )
         for picture in set(pictures):
             self._database.execute(
                 "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1",
                 (picture, row.row_id),
             )
-        return any(_has_same_answer(gold, row.gold) for (gold,) in earlier_golds)
+        return any(_is_same_answer(answer, row.answer) for (answer,) in earlier_answers)
 
     def find_contradictions(self, split: str) -> dict[str, Contradiction]:
         """Return the rows of a split that have the question of another row, but another answer.
@@ -121,24 +121,23 @@ class SeenRows:
         # Only questions whose answers are not all spelt the same need to be compared.
         prompts = self._database.execute(
             "SELECT prompt FROM answered_rows WHERE split = ? GROUP BY prompt "
-            "HAVING COUNT(*) > 1 AND "
-            "MIN(gold) < MAX(gold)",
+            "HAVING COUNT(*) > 1 AND MIN(answer) < MAX(answer)",
             (split,),
         )
         contradictions = {}
         for (prompt,) in prompts:
             records = self._database.execute(
-                "SELECT id, gold, origin FROM answered_rows WHERE split = ? AND prompt = ? "
+                "SELECT id, answer, origin FROM answered_rows WHERE split = ? AND prompt = ? "
                 "ORDER BY number",
                 (split, prompt),
             )
             rows = [
-                AnsweredRow(row_id=row_id, gold=gold, origin=origin)
-                for row_id, gold, origin in records
+                AnsweredRow(row_id=row_id, answer=answer, origin=origin)
+                for row_id, answer, origin in records
             ]
             for row in rows:
                 for other_row in rows:
-                    if not _has_same_answer(other_row.gold, row.gold):
+                    if not _is_same_answer(other_row.answer, row.answer):
                         contradictions[row.row_id] = Contradiction(row=row, other_row=other_row)
                         break
         return contradictions
@@ -152,9 +151,9 @@ class SeenRows:
         return row_count, example_id
 
 
-def _has_same_answer(answer: str, gold: str) -> bool:
-    r"""Return whether the grader takes `answer`, written in a \boxed{}, as right for `gold`."""
-    return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
+def _is_same_answer(answer: str, reference: str) -> bool:
+    r"""Return whether the grader takes `answer`, in a \boxed{}, as right where `reference` is."""
+    return answer == reference or grade(rf"\boxed{{{answer}}}", reference).verdict == "correct"
 
 
 class Contradiction(NamedTuple):
@@ -213,7 +212,7 @@ def _contradiction_error(row: Row, contradiction: Contradiction) -> RowError:
         reason="contradiction",
         wrong=(
             f"its question and pictures are those of {other_row.origin} ({other_row.row_id}), "
-            f"where the answer is {short_repr(other_row.gold)} and not {short_repr(refused_row.gold)}"
+            f"where the answer is {short_repr(other_row.answer)} and not {short_repr(refused_row.answer)}"
         ),
         remedy=f"correct one of them, or remove {refused_row.origin}",
         original_files=[image["bytes"] for image in row["images"]],

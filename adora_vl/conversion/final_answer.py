@@ -16,12 +16,12 @@ _LONGEST_ANSWER = 80  # characters of an answer behind such words
 MAX_WORDS = 4  # of a text that a model may answer with, without --text-answers
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _FORMULA = re.compile(r"\$[^$]*\$|\\[A-Za-z]+")
-_VERB = re.compile(
+_VERB_OR_CONJUNCTION = re.compile(
     r"\b(?:is|are|was|were|has|have|because|since|so|therefore|thus|hence|we|there)\b",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[A-Za-z)°]{2,}[.!?]\s+\S|。.")
-_MANY_CHINESE = re.compile("[\u4e00-\u9fff]{12,}")
+_TWELVE_CHINESE_CHARACTERS = re.compile("[\u4e00-\u9fff]{12,}")
 
 
 def extract_final_answer(text: str) -> str | None:
@@ -42,16 +42,20 @@ def extract_final_answer(text: str) -> str | None:
 def is_sentence(text: str) -> bool:
     """Return whether a reference answer is a sentence, which says more than an answer does.
 
-    It is one in three cases: an item of its list (`3 cm, 4 cm` has two) has over `MAX_WORDS` words,
-    the whole text has over `MAX_WORDS` words and a verb among them, or it is two sentences.
+    It is one if any of these is true:
+
+    - An item of its list has over `MAX_WORDS` words. `3 cm, 4 cm` has two items.
+    - It has over `MAX_WORDS` words, and one of them is a verb or the like: `so AB is 3 cm long`.
+    - It is two sentences.
+    - It has twelve Chinese characters in a row.
     """
     text_without_formulas = _FORMULA.sub(" ", text)
     word_count = len(_WORD.findall(text_without_formulas))
     items = re.split("[,;，；]", text_without_formulas)
     words_in_longest_item = max(len(_WORD.findall(item)) for item in items)
-    has_verb = _VERB.search(text_without_formulas) is not None
-    if words_in_longest_item > MAX_WORDS or (word_count > MAX_WORDS and has_verb):
+    has_verb_or_conjunction = _VERB_OR_CONJUNCTION.search(text_without_formulas) is not None
+    if words_in_longest_item > MAX_WORDS or (word_count > MAX_WORDS and has_verb_or_conjunction):
         return True
     has_second_sentence = _SENTENCE_END.search(text_without_formulas) is not None
-    is_chinese_sentence = _MANY_CHINESE.search(text_without_formulas) is not None
-    return has_second_sentence or is_chinese_sentence
+    is_long_chinese = _TWELVE_CHINESE_CHARACTERS.search(text_without_formulas) is not None
+    return has_second_sentence or is_long_chinese

@@ -60,7 +60,9 @@ def open_hub(
             selected = stream.select_columns(columns.needed_from(stream.column_names))
             location = f"split {hub_split} of {name}"
             read_records = partial(_read_stream, selected, columns, location)
-            tables[our_split] = [SplitTable(location, read_records, image_source)]
+            tables[our_split] = [
+                SplitTable(location=location, read_records=read_records, image_source=image_source)
+            ]
             split_info = (loaded[hub_split].info.splits or {}).get(hub_split)
             if split_info is not None and split_info.num_examples:
                 row_counts[our_split] = int(split_info.num_examples)

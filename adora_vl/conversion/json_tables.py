@@ -17,9 +17,8 @@ from adora_vl.utils.cli import DuplicateKeyError, read_json, refuse_repeated_key
 from adora_vl.utils.errors import UserError, describe_error
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
-_KEEP_ONE = (
-    f"keep the right value in {ROW_LOCATION}"  # the remedy for a key that an object has twice
-)
+# What to do where an object has a key twice.
+_REPEATED_KEY_REMEDY = f"keep the right value in {ROW_LOCATION}"
 
 
 def open_json(path: Path, columns: Columns) -> Table:
@@ -66,10 +65,12 @@ def _records_by_line(path: Path) -> PositionedRecords:
             try:
                 record = _object_or_fault(read_json(line.decode("utf-8")), remedy)
             except DuplicateKeyError as error:
-                record = BadRecord("given_twice", str(error), _KEEP_ONE)
+                record = BadRecord(
+                    reason="given_twice", wrong=str(error), remedy=_REPEATED_KEY_REMEDY
+                )
             except (ValueError, RecursionError) as error:
                 wrong = f"it is not JSON ({describe_error(error):.200})"
-                record = BadRecord("not_json", wrong, remedy)
+                record = BadRecord(reason="not_json", wrong=wrong, remedy=remedy)
             if isinstance(record, BadRecord):
                 record = replace(record, original=line)
             yield f"line {number}", record
@@ -172,7 +173,7 @@ def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
     """Return an object of JSON as it is, and a bad record with this remedy for anything else."""
     if isinstance(item, dict | BadRecord):
         return item
-    return BadRecord("not_json", f"it is {item!r:.60}", remedy)
+    return BadRecord(reason="not_json", wrong=f"it is {item!r:.60}", remedy=remedy)
 
 
 def _records_in_object(path: Path, columns: Columns) -> PositionedRecords:
@@ -232,7 +233,7 @@ def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | B
     try:
         record = refuse_repeated_keys(pairs)
     except DuplicateKeyError as error:
-        return BadRecord("given_twice", str(error), _KEEP_ONE)
+        return BadRecord(reason="given_twice", wrong=str(error), remedy=_REPEATED_KEY_REMEDY)
     for value in record.values():
         items = value if isinstance(value, list) else [value]
         for item in items:

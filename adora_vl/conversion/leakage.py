@@ -3,11 +3,11 @@
 A model that was trained on such a row is not tested by it. Two hashes are compared, together with
 the question (case, spaces and punctuation aside, but for the signs of arithmetic):
 
-- SHA-256 of the pixels finds the same picture, whatever the gold is.
+- SHA-256 of the pixels finds the same picture, whatever the answer is.
 - A difference hash of 16 x 16 comparisons of neighbouring patches, inside the drawing's bounding
   box, finds the same picture when it was scaled, recompressed or given another margin. It cannot
-  see a digit, and textbooks print one figure with many numbers, so that here the golds have to
-  agree too.
+  see a digit, and textbooks print one figure with many numbers. So the answers have to agree
+  too.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from adora_vl.data.images import diagram_hash
+from adora_vl.data.images import pixel_hash
 
 # Two spellings of one question may differ in spaces and punctuation. The signs of arithmetic are
 # not among these, since 2+3 is not 2-3.
 _PUNCTUATION = re.compile(r"[^\w\\+\-*/^=<>]+")
-_GRID = 16  # patches in a row and in a column of a picture
+_PATCHES_PER_SIDE = 16  # patches in a row and in a column of a picture
 _DARKEST_PAPER = 245  # a grey level below it is drawing, one above it is paper
 _LEAST_CONTRAST = 8  # of two patches in grey levels; recompression causes smaller differences
 # Two hashes of 256 bits are similar if they differ in no more bits than this. The six real diagrams
@@ -40,7 +40,7 @@ class Fingerprint:
 
     # In these two the question is in lower case and without punctuation.
     question_and_pixels: bytes  # of the question and the pixels of all pictures
-    question_and_gold: bytes  # of the question and the reference answer
+    question_and_answer: bytes  # of the question and the reference answer
     # For each picture a hash of 256 bits, of which a scaled copy has nearly all.
     perceptual_hashes: tuple[int, ...]
     # Of all that a model is given: the text as it is written, its options, and its pictures.
@@ -67,17 +67,18 @@ def fingerprint(
             time, and data of a single split does not need them.
     """
     question = without_punctuation(problem)
-    pixel_hashes = [diagram_hash(image) for image in images]
+    pixel_hashes = [pixel_hash(image) for image in images]
     pixels = "".join(pixel_hashes)
     prompt_text = " ".join(problem.split())  # only white space is made equal
+    perceptual_hashes: tuple[int, ...] = ()
+    if with_perceptual_hashes:
+        perceptual_hashes = tuple(difference_hash(image) for image in images)
     return Fingerprint(
         question_and_pixels=_joint_hash(question, pixels),
-        question_and_gold=_joint_hash(question, answer),
-        perceptual_hashes=tuple(difference_hash(image) for image in images)
-        if with_perceptual_hashes
-        else (),
+        question_and_answer=_joint_hash(question, answer),
+        perceptual_hashes=perceptual_hashes,
         prompt=_joint_hash(prompt_text, pixels, *(choices or ())),
-        pictures=tuple(bytes.fromhex(pixel_hash)[:16] for pixel_hash in pixel_hashes),
+        pictures=tuple(bytes.fromhex(digest)[:16] for digest in pixel_hashes),
     )
 
 
@@ -99,7 +100,9 @@ def difference_hash(image: Image.Image) -> int:
     """
     grey = image.convert("L")
     drawing = grey.point(lambda level: 255 if level < _DARKEST_PAPER else 0).getbbox()
-    patches = grey.crop(drawing).resize((_GRID + 1, _GRID), Image.Resampling.BOX)
+    patches = grey.crop(drawing).resize(
+        (_PATCHES_PER_SIDE + 1, _PATCHES_PER_SIDE), Image.Resampling.BOX
+    )
     levels = np.asarray(patches, dtype=np.int16)  # signed, for differences below 0
     is_lighter = levels[:, :-1] - levels[:, 1:] > _LEAST_CONTRAST
     return int.from_bytes(np.packbits(is_lighter).tobytes(), "big")
@@ -126,14 +129,14 @@ class LeakIndex:
     def __init__(self) -> None:
         # The first row with each `Fingerprint.question_and_pixels`.
         self._row_by_question_and_pixels: dict[bytes, _HeldOutRow] = {}
-        # All rows with each `Fingerprint.question_and_gold`.
-        self._rows_by_question_and_gold: dict[bytes, list[_HeldOutRow]] = defaultdict(list)
+        # All rows with each `Fingerprint.question_and_answer`.
+        self._rows_by_question_and_answer: dict[bytes, list[_HeldOutRow]] = defaultdict(list)
 
     def add(self, split: str, row_id: str, hashes: Fingerprint) -> None:
         """Remember a row of a held-out split."""
         row = _HeldOutRow(split=split, row_id=row_id, perceptual_hashes=hashes.perceptual_hashes)
         self._row_by_question_and_pixels.setdefault(hashes.question_and_pixels, row)
-        self._rows_by_question_and_gold[hashes.question_and_gold].append(row)
+        self._rows_by_question_and_answer[hashes.question_and_answer].append(row)
 
     def find(self, split: str, hashes: Fingerprint) -> LeakMatch | None:
         """Return the held-out row with the diagram and question of a row; None if there is none.
@@ -144,7 +147,7 @@ class LeakIndex:
         same_row = self._row_by_question_and_pixels.get(hashes.question_and_pixels)
         if same_row is not None and same_row.split != split:
             return LeakMatch(row_id=same_row.row_id, comparison="exact")
-        for row in self._rows_by_question_and_gold.get(hashes.question_and_gold, ()):
+        for row in self._rows_by_question_and_answer.get(hashes.question_and_answer, ()):
             if row.split != split and _are_similar(row.perceptual_hashes, hashes.perceptual_hashes):
                 return LeakMatch(row_id=row.row_id, comparison="near")
         return None

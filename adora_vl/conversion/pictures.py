@@ -87,13 +87,13 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         )
     text = value.strip()
     if text[:5].lower() == "data:":
-        head = _DATA_URL.match(text)
-        if not head:
+        url_prefix = _DATA_URL.match(text)
+        if not url_prefix:
             why = f"is {short_repr(text)}, not a data URL of an image"
             raise PictureError(
                 "not_base64", why, f"write data:image/png;base64,... in {ROW_LOCATION}"
             )
-        return _decode_base64(text[head.end() :], "has a data URL whose Base64 is broken")
+        return _decode_base64(text[url_prefix.end() :], "has a data URL whose Base64 is broken")
     if source.hub_prefix and text.startswith(source.hub_prefix):
         assert source.download is not None
         try:

@@ -199,6 +199,14 @@ class Deduplicator:
         self.warnings.setdefault(name, {"rows": 0, "example": example})
         self.warnings[name]["rows"] += 1
 
+    def manifest_entries(self) -> dict[str, Any]:
+        """Return what the manifest says of refused rows, of leaks, and of rows with a warning."""
+        return {
+            "quarantined": self.quarantine.summary(),
+            "leaks": self.leaks,
+            "warnings": self.warnings,
+        }
+
     def count_shared_pictures(self) -> None:
         """Count the rows with a picture that many other rows have too, once all rows are read."""
         row_count, example_id = self.seen_rows.shared_pictures()
@@ -222,7 +230,7 @@ class Deduplicator:
             row = result.row
             for name, example in result.warnings.items():
                 self._count_warning(name, example)
-            answered = AnsweredRow(row_id=row["id"], gold=row["answer"], origin=result.origin)
+            answered = AnsweredRow(row_id=row["id"], answer=row["answer"], origin=result.origin)
             repeats_earlier_row = self.seen_rows.add(
                 split,
                 prompt=result.fingerprint.prompt,
@@ -308,9 +316,8 @@ class CleaningOptions:
 
         Raises `UserError` for limits that no image could satisfy.
         """
-        token_side = VISION_BY_FAMILY[
-            self.family
-        ].token_side  # an image token is a square of this side
+        # An image token is a square of this side.
+        token_side = VISION_BY_FAMILY[self.family].token_side
         token_pixels = token_side**2
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < token_pixels:
@@ -358,37 +365,69 @@ def prepare(
     for folder in (output, quarantine_folder):
         refuse_unknown_files(folder)
     description, splits = open_source()
-    # A leak needs two splits. Without one, the slow hashes that find scaled pictures are of no use.
+    # A leak needs two splits. With one alone the hashes that find scaled pictures are not computed,
+    # since they take time.
     clean = partial(read_and_clean, limits=limits, with_perceptual_hashes=len(splits) > 1)
     output_folder = complete_or_absent(output, description, overwrite=overwrite)
     with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
-        row_counts = {}
-        with ordered_map(workers) as map_rows:
-            for split in _held_out_first(splits):
-                row_counts[split] = _write_split(
-                    folder,
-                    split=split,
-                    total=splits[split].row_count,
-                    results=map_rows(clean, splits[split].begin_reading()),
-                    deduplicator=deduplicator,
-                    features=features or schema(),
-                )
+        row_counts = _write_splits(
+            folder,
+            splits,
+            clean=clean,
+            workers=workers,
+            deduplicator=deduplicator,
+            features=features or schema(),
+        )
         stored = sum(row_counts.values())
-        _require_usable_rows(deduplicator, stored, options, description, quarantine_folder)
+        _require_usable_rows(
+            deduplicator,
+            stored=stored,
+            allowed_share=options.allow_quarantined,
+            description=description,
+            quarantine_folder=quarantine_folder,
+        )
         deduplicator.count_shared_pictures()
         seen_rows.close()  # its file must not become part of the data set
         manifest = write_manifest(
-            folder,
-            description,
-            counts=row_counts,
-            quarantined=quarantine.summary(),
-            leaks=deduplicator.leaks,
-            warnings=deduplicator.warnings,
+            folder, description, counts=row_counts, **deduplicator.manifest_entries()
         )
     remove_quarantine_report(quarantine_folder)
     return manifest
+
+
+def _write_splits(
+    folder: Path,
+    splits: Mapping[str, SplitRows],
+    *,
+    clean: Callable[[Callable[[], RawProblem]], CleanedRow | RowError],
+    workers: int,
+    deduplicator: Deduplicator,
+    features: Features,
+) -> dict[str, int]:
+    """Write the usable rows of all splits, and return how many each split has.
+
+    Args:
+        folder: the data set.
+        splits: the rows of each split, which are not read yet.
+        clean: reads and cleans a row, in one of the workers.
+        workers: how many processes read and clean rows.
+        deduplicator: drops rows that an earlier row or a held-out split has.
+        features: the schema of the rows.
+    """
+    row_counts = {}
+    with ordered_map(workers) as map_rows:
+        for split in _held_out_first(splits):
+            row_counts[split] = _write_split(
+                folder,
+                split=split,
+                total=splits[split].row_count,
+                results=map_rows(clean, splits[split].begin_reading()),
+                deduplicator=deduplicator,
+                features=features,
+            )
+    return row_counts
 
 
 def _held_out_first(splits: Iterable[str]) -> list[str]:
@@ -439,8 +478,9 @@ def _write_split(
 
 def _require_usable_rows(
     deduplicator: Deduplicator,
+    *,
     stored: int,
-    options: CleaningOptions,
+    allowed_share: float,
     description: dict[str, Any],
     quarantine_folder: Path,
 ) -> None:
@@ -449,7 +489,7 @@ def _require_usable_rows(
     Args:
         deduplicator: has the number of rows and the quarantine.
         stored: how many rows are stored.
-        options: has the share of rows that may be unusable.
+        allowed_share: the share of rows that may be unusable.
         description: what the manifest says of the source.
         quarantine_folder: where the user finds the unusable rows if there are too many.
     """
@@ -460,7 +500,7 @@ def _require_usable_rows(
         deduplicator.quarantine.check(
             rows=deduplicator.rows_read,
             stored=stored,
-            allowed_share=options.allow_quarantined,
+            allowed_share=allowed_share,
             quarantine_folder=quarantine_folder,
         )
     except UserError:
@@ -484,4 +524,4 @@ def _keep_unusable_rows(
         ) from None
     with complete_or_absent(quarantine_folder) as folder:
         quarantine.move_to(folder)
-        write_manifest(folder, description, {}, quarantine.summary())
+        write_manifest(folder, description, counts={}, quarantined=quarantine.summary())

@@ -106,7 +106,7 @@ class RawProblem:
     origin: str  # where a person finds and corrects the row
     images: tuple[bytes, ...]  # encoded
     problem: str  # without image placeholder, or with one for each image
-    # With `choices` it is the letter of one of them, or its text if `value_answer` is true.
+    # With `choices` it is the letter of one of them; its text if `answer_is_text`.
     answer: str
     choices: tuple[str, ...] | None = None
     goal: str = ""
@@ -114,7 +114,7 @@ class RawProblem:
     solution: str = ""
     family: str = ""
     kind: str = ""
-    value_answer: bool = False
+    answer_is_text: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
     # What the user should know of the row, which is used all the same: keys of `WARNING_TEXTS` with
@@ -245,7 +245,7 @@ def _gold(raw: RawProblem) -> str:
     if raw.choices is None:
         return check_gold(raw.answer, raw.row_error)
     gold = raw.answer
-    if not raw.value_answer:  # the answer is a letter
+    if not raw.answer_is_text:  # the answer is a letter
         choice = _choice_of_letter(raw, raw.choices)
         if not looks_like_option_letter(choice):
             gold = choice

@@ -221,14 +221,11 @@ def warning_lines(manifest: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, warning in (manifest.get("warnings") or {}).items():
         example = warning["example"]
-        if name == "instruction":  # a text, which may be long
-            example = short_repr(example, _MAX_EXAMPLE_CHARACTERS)
-        line = f"noted: {warning['rows']} of the rows {WARNING_TEXTS[name].format(example=example)}"
+        consequence = ""
         if name == "instruction":
-            line += (
-                _INSTRUCTION_DROPPED
-                if manifest["arguments"].get("drop_instruction")
-                else _INSTRUCTION_KEPT
-            )
-        lines.append(line)
+            example = short_repr(example, _MAX_EXAMPLE_CHARACTERS)  # a text, which may be long
+            is_dropped = manifest["arguments"].get("drop_instruction")
+            consequence = _INSTRUCTION_DROPPED if is_dropped else _INSTRUCTION_KEPT
+        text = WARNING_TEXTS[name].format(example=example)
+        lines.append(f"noted: {warning['rows']} of the rows {text}{consequence}")
     return lines

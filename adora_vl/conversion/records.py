@@ -130,7 +130,9 @@ def read_record(
     parts = _read_parts(record, context, row_error)
     question = parts.question
     images = parts.pictures.images
-    placed = _place_images_or_refuse(question.problem, len(images), columns, row_error)
+    text_with_images = _place_images_or_refuse(
+        question.problem, image_count=len(images), columns=columns, row_error=row_error
+    )
     extras = {}  # the values of the user's further columns
     for our_name, table_name in columns.extras:
         extras[our_name] = _extra_text(record.get(table_name), table_name, row_error)
@@ -139,14 +141,16 @@ def read_record(
         split=context.split,
         source=context.name,
         origin=origin,
-        images=tuple(images[image_index] for image_index in placed.order),
-        problem=placed.text,
+        images=tuple(images[image_index] for image_index in text_with_images.order),
+        problem=text_with_images.text,
         answer=question.answer,
         choices=None if question.choices is None else tuple(question.choices),
-        value_answer=question.choices is not None,
+        answer_is_text=question.choices is not None,
         text_only=not images,
         extras=extras,
-        warnings=_row_warnings(parts, row_id=row_id, context=context, placed=placed),
+        warnings=_row_warnings(
+            parts, row_id=row_id, context=context, text_with_images=text_with_images
+        ),
     )
 
 
@@ -173,7 +177,7 @@ class _Pictures:
 class _Parts:
     """The parts of a record without faults, which are read one by one."""
 
-    problem: ProblemAndInstruction
+    problem_and_instruction: ProblemAndInstruction
     answer: TableAnswer
     options: TableOptions
     pictures: _Pictures
@@ -194,7 +198,7 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
     # `try_call` returns None for a function that raises `RowError`. The errors are raised together
     # at the end of the block.
     with collect_row_errors() as try_call:
-        problem: ProblemAndInstruction | None = try_call(
+        problem_and_instruction: ProblemAndInstruction | None = try_call(
             _read_problem, raw_question.text, record, context, row_error
         )
         answer: TableAnswer | None = try_call(
@@ -210,36 +214,40 @@ def _read_parts(record: Record, context: TableContext, row_error: MakeRowError) 
         if answer is not None:
             question = try_call(
                 _question_with_answer,
-                problem=problem.problem if problem is not None else "",
+                problem=problem_and_instruction.problem if problem_and_instruction else "",
                 answer=answer.text,
                 choices=options.texts if options is not None else None,
                 columns=columns,
-                other_parts_are_read=problem is not None and pictures is not None,
+                other_parts_are_read=problem_and_instruction is not None and pictures is not None,
                 row_error=row_error,
             )
     # Where a part could not be read, the block above has raised.
-    assert problem is not None
+    assert problem_and_instruction is not None
     assert answer is not None
     assert options is not None
     assert pictures is not None
     assert question is not None
     return _Parts(
-        problem=problem, answer=answer, options=options, pictures=pictures, question=question
+        problem_and_instruction=problem_and_instruction,
+        answer=answer,
+        options=options,
+        pictures=pictures,
+        question=question,
     )
 
 
 def _row_warnings(
-    parts: _Parts, row_id: str, context: TableContext, placed: TextWithImages
+    parts: _Parts, row_id: str, context: TableContext, text_with_images: TextWithImages
 ) -> dict[str, str]:
     """Return what the user should know of a record that is used all the same.
 
     The keys are those of `WARNING_TEXTS`, the texts that are printed, and the values are what
-    stands there as an example: {"parts": "geo/train/17"}. `placed` is the text of the problem with
-    `<image>` where its images stand.
+    stands there as an example: {"parts": "geo/train/17"}. `text_with_images` is the text of the
+    problem with `<image>` where its images stand.
     """
     warnings = {}
-    if parts.problem.instruction:
-        warnings["instruction"] = parts.problem.instruction
+    if parts.problem_and_instruction.instruction:
+        warnings["instruction"] = parts.problem_and_instruction.instruction
     if parts.question.had_options_in_text:
         warnings["options_in_text"] = row_id
     if parts.options.name_images:
@@ -250,7 +258,7 @@ def _row_warnings(
         warnings["spelling"] = f"{row_id} ({parts.pictures.respelled})"
     if context.format_guess:
         warnings["format"] = context.format_guess
-    if placed.numbers_parts:
+    if text_with_images.numbers_parts:
         warnings["parts"] = row_id
     # A table without a column for images is of texts alone, which needs no warning.
     if context.columns.images and not parts.pictures.images:
@@ -300,12 +308,14 @@ def _question_with_answer(
     sentence.
     """
     if not columns.choices and not columns.keep_options_in_text:
-        multiple_choice = _options_out_of_text(problem, answer, columns, row_error)
+        multiple_choice = _options_out_of_text(
+            problem, answer=answer, columns=columns, row_error=row_error
+        )
         if multiple_choice is not None:
             return multiple_choice
     if choices is not None:
-        letter = option_letter(answer, choices, columns.answer_is, row_error)
-        return _Question(problem, answer=gold_of_option(letter, choices), choices=choices)
+        letter = option_letter(answer, choices, answer_is=columns.answer_is, row_error=row_error)
+        return _Question(problem=problem, answer=gold_of_option(letter, choices), choices=choices)
     if not columns.text_answers and is_sentence(answer):
         raise row_error(
             "gold_sentence",
@@ -314,7 +324,7 @@ def _question_with_answer(
         )
     if not other_parts_are_read:
         check_gold(answer, row_error)
-    return _Question(problem, answer=answer)
+    return _Question(problem=problem, answer=answer)
 
 
 def _options_out_of_text(
@@ -329,7 +339,9 @@ def _options_out_of_text(
         return None
     choices = problem_and_options.options
     try:
-        letter = option_letter(answer, choices, columns.answer_is or "value", row_error)
+        letter = option_letter(
+            answer, choices, answer_is=columns.answer_is or "value", row_error=row_error
+        )
     except RowError:
         return None
     return _Question(

@@ -178,7 +178,8 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     for split in SPLITS:
         if split in files_of_split:
             tables[split] = [
-                _open_split_table(file, path, root, columns) for file in files_of_split[split]
+                _open_split_table(file, source=path, root=root, columns=columns)
+                for file in files_of_split[split]
             ]
     formats = set()
     for file in files:
@@ -472,6 +473,8 @@ def _find_saved_tables(folder: Path) -> dict[str, list[Path]]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     if not tables:
-        has = f"{str(folder)!r} has {', '.join(names)}"
-        raise UserError(f"input: {has}, none of which is train or test; give one of these folders")
+        raise UserError(
+            f"input: {str(folder)!r} has {', '.join(names)}, none of which is train or test; give "
+            "one of these folders"
+        )
     return tables

@@ -15,8 +15,8 @@ from adora_vl.conversion.records import BadRecord
 from adora_vl.utils.cli import read_json
 
 KEY = "__key__"  # the column with the name of a row, as webdataset calls it
-_PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "gif")
-_TEXTS = ("txt", "text", "cls", "json")
+_PICTURE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "bmp", "gif")
+_TEXT_SUFFIXES = ("txt", "text", "cls", "json")
 
 
 def read_shard(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
@@ -59,14 +59,16 @@ def _read_sample(
         # `0001.left.png` is the column `left.png` of the row `0001`, a picture.
         column = PurePosixPath(member.name).name.partition(".")[2].lower()
         suffix = column.rpartition(".")[2]
-        if suffix not in (*_PICTURES, *_TEXTS):
+        if suffix not in (*_PICTURE_SUFFIXES, *_TEXT_SUFFIXES):
             continue
         if member.size > MAX_FILE_BYTES:
             wrong = f"{member.name!r} has over {MAX_FILE_BYTES} bytes"
-            return BadRecord("file_too_large", wrong, f"shrink it in {ROW_LOCATION}")
+            return BadRecord(
+                reason="file_too_large", wrong=wrong, remedy=f"shrink it in {ROW_LOCATION}"
+            )
         stream = shard.extractfile(member)
         content = stream.read() if stream else b""
-        if suffix in _PICTURES:
+        if suffix in _PICTURE_SUFFIXES:
             row[column] = {"bytes": content}
             continue
         try:
@@ -74,5 +76,10 @@ def _read_sample(
             row[column] = read_json(text) if suffix == "json" else text.strip()
         except (ValueError, RecursionError) as error:
             wrong = f"{member.name!r} cannot be read ({error!s:.200})"
-            return BadRecord("not_json", wrong, f"mend it in {ROW_LOCATION}", content)
+            return BadRecord(
+                reason="not_json",
+                wrong=wrong,
+                remedy=f"mend it in {ROW_LOCATION}",
+                original=content,
+            )
     return row

@@ -209,16 +209,16 @@ class ImagePrefetch(NoPrefetch):
         self._should_stop = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch, then read and process the one after it.
+        """Begin to process the images of the loader's last batch and of the batch after it.
 
-        The loader may be a batch ahead of the generation that the policy learns from; the images of
-        its last batch are still to be processed then.
+        The last batch may be one that the policy does not learn from yet. Then its rows are read,
+        and its images are not processed yet.
         """
         self.finish()
         latest_indices = self._rows.latest_indices
         next_indices = self._sampler.following(latest_indices, self._sampler.epoch)
         indices = list(dict.fromkeys([*latest_indices, *next_indices]))
-        # Rows that a generation asked for ahead (`rows_after`) may be among them.
+        # Rows that were read ahead for another batch would stay in memory.
         self._rows.drop_ahead_rows(keep=indices)
         self._should_stop.clear()
         self._thread = threading.Thread(target=self._work, args=(indices,), name="prefetch")

@@ -205,7 +205,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 VARIANTS_SOURCE = "variants"  # the source of rows with other numbers than their originals
 
 
-def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = None) -> None:
+def refuse_test_variants(dataset: object, where: str, folder: Path | None = None) -> None:
     """Raise `UserError` where rows of a training are variants of a test split.
 
     A variant is a problem with other numbers. Whoever trains on variants of the test trains on the

@@ -183,7 +183,7 @@ def png_bytes(image: Image.Image, **options: int) -> bytes:
 _STRIP_HEIGHT = 128  # lines of pixels that are hashed at once
 
 
-def diagram_hash(image: Image.Image) -> str:
+def pixel_hash(image: Image.Image) -> str:
     """Return a hash of what a picture shows: SHA-256 of its size and RGB pixels, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = rgb_image(image)

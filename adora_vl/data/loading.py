@@ -21,7 +21,7 @@ from datasets import (
     interleave_datasets,
 )
 
-from adora_vl.data.dataset import load_split, refuse_for_evaluation
+from adora_vl.data.dataset import load_split, refuse_test_variants
 from adora_vl.data.images import UnreadableImageError, decoded_image, upright_rgb_copy
 from adora_vl.data.prompts import Template, conversations, read_template
 from adora_vl.data.rows import (
@@ -152,7 +152,7 @@ def load_rows(
                 f"{where} has a column 'prompt', which is the name of what a training makes of a "
                 "row; rename it, or prepare the data with `python -m data_prep`"
             )
-        refuse_for_evaluation(dataset, where=where, folder=Path(folder))
+        refuse_test_variants(dataset, where=where, folder=Path(folder))
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
         texts += problem_texts(dataset, prompt_template, where)
         datasets.append(dataset)
@@ -200,9 +200,9 @@ def _count_by_dataset(chosen_rows: Sequence[int], datasets: Sequence[Dataset]) -
     of them.
     """
     dataset_ends = accumulate(len(dataset) for dataset in datasets)
-    # So many chosen rows have a number below the end of each data set.
-    chosen_ends = [bisect_left(chosen_rows, end) for end in dataset_ends]
-    return [end - start for start, end in pairwise([0, *chosen_ends])]
+    # How many chosen rows there are up to the end of each data set.
+    counts_up_to_end = [bisect_left(chosen_rows, end) for end in dataset_ends]
+    return [count - count_before for count_before, count in pairwise([0, *counts_up_to_end])]
 
 
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:

@@ -61,10 +61,11 @@ class LengthCheck:
     def usable_indices(self, error_or_drop: str | None) -> list[int]:
         """Return the indices of the prompts that are used.
 
-        `error_or_drop` is the value of `adora_overlong_prompts`; None where rows come from
-        Python, which cannot be left out.
+        `error_or_drop` is the value of `adora_overlong_prompts`. None refuses too long prompts as
+        `error` does: rows that come from Python cannot be left out.
 
-        Raises `UserError` for prompts that are too long unless it is `drop`, or if none is left.
+        Raises `UserError` for prompts that are too long, unless they are to be dropped; also if
+        dropping them leaves no prompt.
         """
         too_long = set(self.too_long_indices)
         if too_long and error_or_drop != "drop":
@@ -191,13 +192,14 @@ class PromptLengthFilter:
             limit: the context limit; None where nothing is checked.
             counter: counts the tokens of prompts.
             pixels: the limits between which images are resized.
-            error_or_drop: the value of `adora_overlong_prompts`; None where rows come from Python.
+            error_or_drop: the value of `adora_overlong_prompts`. None refuses too long prompts as
+                `error` does: rows that come from Python cannot be left out.
             prints_warnings: whether to print warnings, which one process does.
             is_dry_run: whether lengths are needed without a limit too, to show them.
             max_rows: the largest number of rows that are checked; None for all.
         """
         self.left_out: list[str] = []  # ids of rows
-        self.checks: list[LengthCheck] = []
+        self.checks: list[LengthCheck] = []  # one for each data set that was compared with `limit`
         self.lengths: PromptLengths | None = None  # of the rows that are trained on
         self.limit = limit
         self.pixels = pixels
@@ -283,7 +285,7 @@ class PromptLengthFilter:
         """
         if self.limit is None:
             return range(len(lengths.ids))
-        check = LengthCheck(self.limit, lengths, dataset_suffix)
+        check = LengthCheck(limit=self.limit, lengths=lengths, dataset_suffix=dataset_suffix)
         self.checks.append(check)
         usable = check.usable_indices(self._error_or_drop)
         if self._prints_warnings:

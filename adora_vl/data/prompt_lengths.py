@@ -94,13 +94,15 @@ def pixel_limits_of(
         published = family.vision
     # An image processor has its limits under these names.
     size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
-    low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
-    high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
+    if min_pixels is None:
+        min_pixels = size.get("shortest_edge", published.min_pixels)
+    if max_pixels is None:
+        max_pixels = size.get("longest_edge", published.max_pixels)
     token_side = published.token_side
     vision_config = getattr(model, "vision_config", None)
     if family is not None and vision_config is not None:
         token_side = vision_config.patch_size * vision_config.spatial_merge_size
-    return PixelLimits(min_pixels=low, max_pixels=high, token_side=token_side)
+    return PixelLimits(min_pixels=min_pixels, max_pixels=max_pixels, token_side=token_side)
 
 
 def assume_lengths(limits: PixelLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:

@@ -245,7 +245,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
             )
             return [failed("model and engine start", line, remedy)]
         engine_checks_callback = EngineChecksCallback(
-            trainer.parts.engine_and_policy, trainer.models_by_role(), rows=CHECKED_ROWS
+            trainer.parts.engine_and_policy, trainer.models_by_role(), row_count=CHECKED_ROWS
         )
         # First, before the callbacks that check or evaluate when a training begins.
         trainer.callback_handler.callbacks.insert(0, engine_checks_callback)

@@ -267,6 +267,7 @@ class _CheckGroup:
     names: tuple[str, ...]  # of the checks, as in the table
     remedy: str  # what to do if an exception ends them
     run: Callable[[], list[Check]]  # makes the checks
+    needs_engine: bool = True
 
 
 def _check_groups(checker: EngineChecker, merge_size: int) -> list[_CheckGroup]:
@@ -280,11 +281,13 @@ def _check_groups(checker: EngineChecker, merge_size: int) -> list[_CheckGroup]:
         _CheckGroup(
             names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
+            needs_engine=False,
             run=lambda: [check_features(checker.prompts, image_token, merge_size)],
         ),
         _CheckGroup(
             names=(BUFFERS_CHECK,),
             remedy=BUFFERS_REMEDY,
+            needs_engine=False,
             run=lambda: [check_buffers(checker.models)],
         ),
         _CheckGroup(
@@ -342,9 +345,8 @@ def run_engine_checks(checker: EngineChecker, merge_size: int) -> list[Check]:
         reason_without_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
     for group in _check_groups(checker, merge_size):
-        needs_engine = group.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
-        if reason_without_engine and needs_engine:
+        if reason_without_engine and group.needs_engine:
             skip_reason = reason_without_engine
         elif any(_may_have_broken_engine(check) for check in checks):
             skip_reason = "not after the failure above"
@@ -391,17 +393,19 @@ class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]
     It raises `ChecksFinished` to end it. The results are then in `checks`.
     """
 
-    def __init__(self, engine_and_policy: EngineAndPolicy, models: ModelsByRole, rows: int) -> None:
+    def __init__(
+        self, engine_and_policy: EngineAndPolicy, models: ModelsByRole, row_count: int
+    ) -> None:
         """Create the callback; the checks run when the training begins.
 
         Args:
             engine_and_policy: The engine and the policy.
             models: The policy and the reference model.
-            rows: How many rows of the data set each rank makes prompts of.
+            row_count: How many rows of the data set each rank makes prompts of.
         """
         self.engine_and_policy = engine_and_policy
         self.models = models
-        self.rows = rows
+        self.row_count = row_count
         self.checks: list[Check] = []
 
     def on_train_begin(
@@ -409,7 +413,7 @@ class EngineChecksCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Make all checks, and end the training."""
         engine_and_policy = self.engine_and_policy
-        prompts = engine_and_policy.read_prompts(engine_and_policy.first_rows(self.rows))
+        prompts = engine_and_policy.read_prompts(engine_and_policy.first_rows(self.row_count))
         # A model without vision has no image processor.
         image_processor = getattr(engine_and_policy.processor, "image_processor", None)
         merge_size = getattr(image_processor, "merge_size", 1)

@@ -328,7 +328,7 @@ def _test_lines(baseline: ScoreFile, run: ScoreFile) -> list[str]:
     common_version_ids = find_common_version_ids([baseline, run])
     problem_ids = baseline.problem_ids_of(common_version_ids)
     text = (
-        f"{run.name} - {baseline.name}: {difference.points} (paired, "
+        f"{run.name} - {baseline.name}: {difference.text_in_points} (paired, "
         f"{problem_count_text(problem_ids, 'common problem')})"
     )
     if differ_in_tools(baseline, run):

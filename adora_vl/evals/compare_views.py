@@ -90,7 +90,7 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
         gain = paired_difference(
             accuracies_by_view["text"], accuracies_by_view["both"], problem_ids
         )
-        lines.append(f"the picture adds {gain.points} to the words")
+        lines.append(f"the picture adds {gain.text_in_points} to the words")
     if {"image", "blank"} <= views:
         ratio_text = _ratio_text(
             accuracies_by_view["blank"], accuracies_by_view["image"], problem_ids

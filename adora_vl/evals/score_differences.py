@@ -31,7 +31,7 @@ class Difference:
         return self.second - self.first
 
     @property
-    def points(self) -> str:
+    def text_in_points(self) -> str:
         """The difference of two shares in points: `+35.0 points, 95 % [+1.2, +68.0]`."""
         assert self.low is not None
         assert self.high is not None

@@ -132,7 +132,7 @@ def variant_lines(graded_answers: Sequence[GradedAnswer]) -> list[str]:
         f"originals with variants: {_mean_percent(original_accuracies)} right, {len(problem_ids)} problems",
         f"variants: {_mean_percent(variant_accuracies)} right on average, {n_variants} variants; "
         f"all of a problem's in {_mean_percent(all_variants_right)}",
-        f"originals - variants: {difference.points} (paired by problem): the part that may be memory",
+        f"originals - variants: {difference.text_in_points} (paired by problem): the part that may be memory",
     ]
 
 

@@ -35,10 +35,10 @@ class Trainer:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "easyr1": Trainer(convert_easyr1, nested=True),
-    "verl": Trainer(convert_verl, nested=True),
-    "swift": Trainer(convert_swift, nested=False),
-    "trl": Trainer(convert_trl, nested=False),
+    "easyr1": Trainer(convert=convert_easyr1, nested=True),
+    "verl": Trainer(convert=convert_verl, nested=True),
+    "swift": Trainer(convert=convert_swift, nested=False),
+    "trl": Trainer(convert=convert_trl, nested=False),
 }
 # This command's own options, and whether a value follows each of them
 _TAKES_VALUE_BY_OPTION = {
@@ -74,7 +74,7 @@ def convert_config(
     """
     other_trainer = TRAINERS[trainer]
     source = read_source(config, words, nested=other_trainer.nested)
-    migration = Migration(source)
+    migration = Migration(source=source)
     launch = other_trainer.convert(migration)
     if reward:
         migration.set_key("adora_reward", with_canonical_names([reward]), note="--reward")
@@ -108,7 +108,7 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     if output.exists():
         raise UserError(f"output: {str(output)!r} is there; choose another name with --output")
     source_name = config.name if config else "the command line"
-    text = yaml_text(migration, options.trainer, source_name, everything=options.all)
+    text = yaml_text(migration, trainer=options.trainer, name=source_name, everything=options.all)
     with naming_write_errors("output", output):
         replace_file(output, text)
     lines = format_unmatched(migration, everything=options.all)

@@ -120,21 +120,20 @@ def convert_batches(migration: Migration) -> GenerationLayout:
 
     A generation then has 512 / 128 = 4 optimizer steps, times `num_iterations`.
 
-
     Raises:
         UserError: the answers of a step or of a generation are no whole number of passes.
     """
     processes = migration.get_count("trainer.n_gpus_per_node", 8)
     gpus = processes * migration.get_count("trainer.nnodes", 1)
-    names = migration.key_map
-    prompts_name = migration.mapped_name("PROMPTS_PER_GENERATION")
-    prompts_per_generation = migration.get_count(*names["PROMPTS_PER_GENERATION"])
-    minibatch_name = migration.mapped_name("PROMPTS_PER_STEP")
-    prompts_per_step = migration.get_count(*names["PROMPTS_PER_STEP"])
-    group_size = migration.get_count(*names["num_generations"])
-    micro_batch_size = migration.get_count(*names["per_device_train_batch_size"])
+    key_map = migration.key_map
+    generation_name = migration.mapped_name("PROMPTS_PER_GENERATION")
+    prompts_per_generation = migration.get_count(*key_map["PROMPTS_PER_GENERATION"])
+    step_name = migration.mapped_name("PROMPTS_PER_STEP")
+    prompts_per_step = migration.get_count(*key_map["PROMPTS_PER_STEP"])
+    group_size = migration.get_count(*key_map["num_generations"])
+    micro_batch_size = migration.get_count(*key_map["per_device_train_batch_size"])
 
-    def put_passes(key: str, prompts: int, name: str) -> None:
+    def set_passes(key: str, prompts: int, name: str) -> None:
         """Set one of TRL's keys to the number of passes that the answers to these prompts take."""
         passes = prompts * group_size / (micro_batch_size * gpus)
         formula = f"{name} {prompts} x {group_size} answers / ({micro_batch_size} x {gpus} GPUs)"
@@ -144,16 +143,16 @@ def convert_batches(migration: Migration) -> GenerationLayout:
             )
         migration.set_key(key, int(passes), note=formula)
 
-    put_passes("gradient_accumulation_steps", prompts_per_step, minibatch_name)
-    put_passes("steps_per_generation", prompts_per_generation, prompts_name)
+    set_passes("gradient_accumulation_steps", prompts_per_step, step_name)
+    set_passes("steps_per_generation", prompts_per_generation, generation_name)
     if prompts_per_generation % prompts_per_step:
         raise UserError(
-            f"CONFIG: {prompts_name}: {prompts_per_generation} is no multiple of {minibatch_name}: "
+            f"CONFIG: {generation_name}: {prompts_per_generation} is no multiple of {step_name}: "
             f"{prompts_per_step}; make it one"
         )
-    steps_per_epoch = prompts_per_generation // prompts_per_step
-    epochs = migration.get_count(*names["num_iterations"])
-    return GenerationLayout(gpus=gpus, optimizer_steps=steps_per_epoch * epochs)
+    steps_per_iteration = prompts_per_generation // prompts_per_step
+    iterations = migration.get_count(*key_map["num_iterations"])
+    return GenerationLayout(gpus=gpus, optimizer_steps=steps_per_iteration * iterations)
 
 
 def convert_loss(migration: Migration) -> None:
@@ -328,14 +327,17 @@ def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
         steps = migration.get(name, -1)
         if steps > 0:
             migration.set_key("max_steps", int(steps) * layout.optimizer_steps, name, note=note)
-    save_every = int(migration.get("trainer.save_freq", -1))
-    most_checkpoints = int(migration.get("trainer.save_limit", -1))
-    if save_every > 0:
+    steps_between_saves = int(migration.get("trainer.save_freq", -1))
+    max_checkpoints = int(migration.get("trainer.save_limit", -1))
+    if steps_between_saves > 0:
         migration.set_key(
-            "save_steps", save_every * layout.optimizer_steps, "trainer.save_freq", note=note
+            "save_steps",
+            steps_between_saves * layout.optimizer_steps,
+            "trainer.save_freq",
+            note=note,
         )
         # -1 keeps all checkpoints
-        save_total_limit = most_checkpoints if most_checkpoints > 0 else None
+        save_total_limit = max_checkpoints if max_checkpoints > 0 else None
         migration.set_key("save_total_limit", save_total_limit, "trainer.save_limit")
     _convert_warmup(migration, layout)
     _remark_evaluation(migration, layout)
@@ -374,17 +376,17 @@ def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
     An evaluation of this package needs a folder of problems that data_prep has prepared. The other
     trainer's steps from one evaluation to the next are -1 for none.
     """
-    every = int(migration.get_mapped("STEPS_PER_EVALUATION"))
+    steps_between = int(migration.get_mapped("STEPS_PER_EVALUATION"))
     files = to_words(migration.get("data.val_files", []))
     evaluates_at_start = bool(migration.get("trainer.val_before_train", True))
-    if not files and every <= 0:
+    if not files and steps_between <= 0:
         return
     data = " ".join(files) or "your problems"
     migration.unmatched["data.val_files"] = f"{data}: adora_eval asks a folder that data_prep made"
     keys_text = ""
-    if every > 0:
+    if steps_between > 0:
         keys_text = (
-            f"; with eval_strategy: steps, eval_steps: {every * layout.optimizer_steps}, "
+            f"; with eval_strategy: steps, eval_steps: {steps_between * layout.optimizer_steps}, "
             f"eval_on_start: {str(evaluates_at_start).lower()}"
         )
     migration.add_remark(

@@ -66,7 +66,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     Raises:
         UserError: the file cannot be read, or a word belongs to no key.
     """
-    source = SourceConfig({}, folder=config.parent if config else Path())
+    source = SourceConfig(values={}, folder=config.parent if config else Path())
     if config is not None and _is_script(config):
         _read_training_command(source, config, nested=nested)
     elif config is not None:

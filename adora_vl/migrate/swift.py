@@ -118,19 +118,19 @@ def _convert_evaluation(migration: Migration) -> None:
     An evaluation of this package needs a folder of problems that data_prep has prepared.
     """
     # ms-swift evaluates as often as it saves, unless `eval_steps` says otherwise
-    every = migration.get("save_steps", 500)
+    steps_between = migration.get("save_steps", 500)
     # Both keys were copied, as TRL has them too, but they cannot stay: without problems to evaluate
     # on a run with them is refused.
     eval_steps = migration.keys.pop("eval_steps", None)
     eval_strategy = migration.keys.pop("eval_strategy", None)
     if eval_steps is not None:
-        every = eval_steps.value
+        steps_between = eval_steps.value
     data_names = " ".join(to_words(migration.get("val_dataset") or []))
     if eval_strategy is None and not data_names:
         return
     migration.add_remark(
         f"evaluation without data: prepare {data_names or 'problems'} by `python -m data_prep "
-        f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
+        f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {steps_between}"
     )
 
 

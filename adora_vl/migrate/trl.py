@@ -82,7 +82,7 @@ def _build_launch_plan(migration: Migration) -> LaunchPlan:
     4. 1
     """
     options = parse_launcher_options(migration.source.launcher)
-    file = str(options.get("config_file", ""))
+    file = options.get("config_file", "")
     sharding = sharding_config_name(file)
     path = migration.source.find_path(file)
     # The file is seldom beside the script, but TRL's own ones that shard are known.

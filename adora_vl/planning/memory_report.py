@@ -72,8 +72,8 @@ def memory_lines(plan: DryRunPlan) -> list[str]:
             f"The base, {base_gib:.3g} GiB, is on the card once: the trainer's leaves while the "
             f"engine is awake. Both take {2 * base_gib:.3g} GiB of pinned host memory."
         )
-    how_exact = _GPU_ACCURACY_NOTE if setup.on_gpu else _CPU_ACCURACY_NOTE
-    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), how_exact]
+    accuracy_note = _GPU_ACCURACY_NOTE if setup.on_gpu else _CPU_ACCURACY_NOTE
+    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), accuracy_note]
     return report_section(title, lines)
 
 
@@ -291,7 +291,7 @@ def memory_remedy(plan: DryRunPlan) -> str:
         changes.append("vllm_enable_sleep_mode: true")
     if not setup.checkpointing:
         changes.append("gradient_checkpointing: true")
-    changes += _smaller_weights(setup)
+    changes += _changes_for_smaller_weights(setup)
     # A lower share makes the engine's cache smaller, and nothing else. Without a cache it frees
     # nothing.
     has_cache = plan.prediction.phases.get("rollouts", {}).get("KV cache", 0) > 0
@@ -306,7 +306,7 @@ def memory_remedy(plan: DryRunPlan) -> str:
     return f"Try, in this order: {'; '.join(changes)}."
 
 
-def _smaller_weights(setup: MemorySetup) -> list[str]:
+def _changes_for_smaller_weights(setup: MemorySetup) -> list[str]:
     """Return the changes with which weights and optimizer take less of a card."""
     sharding = setup.sharding
     trains_all_weights = not setup.shape.has_adapters

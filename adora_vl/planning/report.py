@@ -179,11 +179,13 @@ def _epoch_lines(plan: DryRunPlan) -> list[str]:
     assert total is not None, "it is known where the rows are"
     # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    left_out = f"; {pluralize(remainder, 'row')} left out, others each time" if remainder else ""
+    left_out_note = ""
+    if remainder > 0:
+        left_out_note = f"; {pluralize(remainder, 'row')} left out, others each time"
     verb = "makes" if rows == 1 else "make"
     steps_text = pluralize(per_epoch, "optimizer step")
     return [
-        f"{pluralize(rows, 'row')} {verb} {steps_text} an epoch{left_out}.",
+        f"{pluralize(rows, 'row')} {verb} {steps_text} an epoch{left_out_note}.",
         f"The run takes {pluralize(total, 'optimizer step')}, {total / per_epoch:.3g} epochs.",
     ]
 

@@ -16,7 +16,7 @@ from adora_vl.builtin.builtin_data import (
     data_folders,
 )
 from adora_vl.config.batch_plan import check_row_count
-from adora_vl.data.dataset import read_manifest, refuse_for_evaluation
+from adora_vl.data.dataset import read_manifest, refuse_test_variants
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import assume_lengths
 from adora_vl.data.prompts import control_tokens
@@ -121,7 +121,7 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
     """
     datasets = request.data_source
     assert isinstance(datasets, python_inputs.Datasets)
-    refuse_for_evaluation(datasets.train, where="train_dataset:")
+    refuse_test_variants(datasets.train, where="train_dataset:")
     _check_stream(request.config, datasets.train)
     tokens = control_tokens(prompts.processor)
     for key, dataset in datasets.by_key:

@@ -50,8 +50,6 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     A phase inside another one pauses it. Inside a step, time that is in no other phase counts as
     `policy`. The time between two steps (loading data, saving) counts as `other` in the later step,
     and an evaluation there as `evaluation`.
-
-    `memory` logs the GPU memory of rollouts and policy; None on a CPU.
     """
 
     def __init__(

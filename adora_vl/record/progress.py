@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# After so many steps without any signal the run warns
-SILENT_STEPS_BEFORE_WARNING = 5
+# After so many steps in which all rewards of each group are equal the run warns
+STEPS_WITHOUT_SIGNAL_BEFORE_WARNING = 5
 # The remaining time is estimated from this many steps
 _STEPS_OF_ESTIMATE = 20
 
@@ -241,13 +241,13 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
 
     In a step without signal, all rewards are equal in every group. Then all advantages are 0 and
     nothing is learned, unless a method learns from such groups too. After at least
-    `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning says how many they are, the
-    likeliest reason, and what to look at.
+    `STEPS_WITHOUT_SIGNAL_BEFORE_WARNING` such steps in a row the warning says how many they are,
+    the likeliest reason, and what to look at.
 
     `history`: the trainer's log history, or the lines of `metrics.jsonl`.
     """
     # the entries without signal at the end of the history, the newest first
-    silent_entries: list[Mapping[str, Any]] = []
+    entries_without_signal: list[Mapping[str, Any]] = []
     last_step_with_signal = 0
     for entry in reversed(history):
         # TRL's share of groups in which all rewards are equal
@@ -259,16 +259,16 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
         if equal_reward_share < 1 or signal_share > 0:
             last_step_with_signal = int(entry["step"])
             break
-        silent_entries.append(entry)
-    if not silent_entries:
+        entries_without_signal.append(entry)
+    if not entries_without_signal:
         return None
-    silent_steps = int(silent_entries[0]["step"]) - last_step_with_signal
+    steps_without_signal = int(entries_without_signal[0]["step"]) - last_step_with_signal
     # A few such steps may be chance.
-    if silent_steps < SILENT_STEPS_BEFORE_WARNING:
+    if steps_without_signal < STEPS_WITHOUT_SIGNAL_BEFORE_WARNING:
         return None
     return (
-        f"nothing was learned in the last {silent_steps} steps: in every group all rewards were "
-        f"equal, since {_reason_for_equal_rewards(silent_entries)}"
+        f"nothing was learned in the last {steps_without_signal} steps: in every group all rewards were "
+        f"equal, since {_reason_for_equal_rewards(entries_without_signal)}"
     )
 
 

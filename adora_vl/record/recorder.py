@@ -140,7 +140,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         # Recording has ended if the first rank's disk has refused an earlier step.
         if self.accelerator.is_main_process and not self.record.failure_reason:
             columns = _graded_columns(
-                scored_groups.facts, scored_groups.assessment, table, function_names
+                scored_groups.facts,
+                assessment=scored_groups.assessment,
+                table=table,
+                function_names=function_names,
             )
             # a step is recorded under the number that it has once it is made
             columns["step"] = [step + 1] * len(columns["completion"])
@@ -231,12 +234,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         drift_B = rollout_drift(
             logps_BC, micro_batch["sampling_per_token_logps"], engine_comparison_mask(micro_batch)
         )
-        # Numbers and drift go into one tensor, so that the host waits for the GPU once. float64
-        # holds every number exactly.
-        numbers_and_drift_B2 = torch.stack(
-            [micro_batch["rollout_number"].double(), drift_B.double()], dim=1
-        )
-        for rollout_number, drift in numbers_and_drift_B2.tolist():
+        # The host waits for the GPU once, since both columns come in one tensor. float64 holds
+        # every number exactly.
+        number_and_drift = [micro_batch["rollout_number"].double(), drift_B.double()]
+        for rollout_number, drift in torch.stack(number_and_drift, dim=1).tolist():
             self._drift_by_rollout_number[int(rollout_number)] = drift
 
     def on_train_begin(

@@ -86,7 +86,7 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     )
     # A line has the metrics of all steps since the line before it.
     line_before_last_fifth = lines[-len(last_lines) - 1]
-    group_samples = _recorded_groups(
+    group_samples = _samples_of_recorded_groups(
         folder,
         end_of_first_fifth=first_lines[-1].get("step", 0),
         begin_of_last_fifth=line_before_last_fifth.get("step", 0) + 1,
@@ -150,7 +150,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
-def _recorded_groups(
+def _samples_of_recorded_groups(
     folder: Path, *, end_of_first_fifth: int, begin_of_last_fifth: int, key: str
 ) -> _MetricSamples | None:
     """Return the mean reward, or the pass rate, of each group of the first and last fifth of steps.
@@ -329,7 +329,7 @@ def interval_text(change: Difference, *, of_share: bool) -> str:
     assert change.low is not None
     assert change.high is not None
     if of_share:
-        return f"{change.points}{_noise_words(change)}"
+        return f"{change.text_in_points}{_noise_words(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
     return f"{change.value:+.3f}, {interval}{_noise_words(change)}"
 

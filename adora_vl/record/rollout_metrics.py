@@ -32,6 +32,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
     (TDS) to learn from. In a tie the longest correct rollout of a group is exactly as long as the
     mean of the wrong ones, so that only the rule for ties decides. `ties` is the share of ties
     among the groups that may tie (`_may_tie_P`). A group without any reward counts in no metric.
+    The suffixes are P for the groups, and PG for the groups and the G rollouts of each.
     """
     groups = weighting.groups
     has_reward_P = groups.has_reward_PG.any(dim=1)
@@ -56,7 +57,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
 
 
 def _may_tie_P(weighting: AdoraWeighting) -> Tensor:
-    """Return which groups could be ties of length, bool, (P,).
+    """Return which of the P groups could be ties of length, bool, (P,).
 
     A tie needs correct and wrong rollouts whose lengths are compared. Only groups that ADORA calls
     temporarily disadvantageous (`tds_P`) count, since a tie makes a group disadvantageous.
@@ -177,8 +178,8 @@ def tool_metrics(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     rollouts, and is left out where no group has both.
 
     Args:
-        rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
-        facts: calls, failures and seconds of the same rollouts, P x G of them.
+        rewards_PG: the rewards of P groups of G rollouts, NaN where a rollout has none.
+        facts: calls, failures and seconds of the same N = P x G rollouts.
     """
     has_call_PG = facts.tool_calls_N.view_as(rewards_PG) > 0
     has_both_P = has_call_PG.any(dim=1) & ~has_call_PG.all(dim=1)

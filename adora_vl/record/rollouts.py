@@ -119,13 +119,17 @@ def describe_turns(
 def criteria_columns(groups: Groups) -> RecordColumns:
     """Return what ADORA's criteria compare in each group, as columns of the record.
 
-    These are the group's share of correct rollouts, the length of its longest correct rollout and
-    the mean length of its wrong ones that were not truncated. Where the reward `steps` counts a
-    rollout's true new claims less its false ones (its net claims), the columns `work_right` and
-    `work_wrong` have the same two values of these.
+        pass_rate       the group's share of correct rollouts
+        longest_right   the length of its longest correct rollout
+        mean_wrong      the mean length of its wrong rollouts that were not truncated
+        work_right      as `longest_right`, with net claims in place of the length
+        work_wrong      as `mean_wrong`, with net claims in place of the length
 
-    Each column has one value per rollout, P x G of them, equal within a group. The value is NaN
-    where a group has no such rollout. The record writes NaN as null.
+    Net claims are a rollout's true new claims less its false ones. They are there only in a run
+    whose reward `steps` counts them.
+
+    Each column has one value per rollout (P groups of G rollouts), equal within a group. The value
+    is NaN where a group has no such rollout. The record writes NaN as null.
     """
     columns_P = {
         "pass_rate": groups.pass_rate_P,
@@ -221,7 +225,7 @@ class RolloutStore:
         the groups 3, 3, 4, 4 and the rollouts 0, 1, 0, 1.
 
         Args:
-            columns: the values of the rollouts of all rank_count by column, group after group. The
+            columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
             rollout_numbers: a number of each rollout, by which `fill_in_column` finds it; empty

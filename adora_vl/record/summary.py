@@ -114,6 +114,8 @@ def view_command(*runs: Path) -> str:
 class MetricRow(NamedTuple):
     """A row of the table of a run's metrics."""
 
+    key: str
+    """The metric's name in the log."""
     title: str
     first_mean: str
     """The metric's mean over the first fifth of the steps that logged it, as text."""
@@ -140,9 +142,14 @@ def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
             continue
         first_values, last_values = first_and_last_fifth(values)
         metric = METRIC_BY_KEY[key]
-        first_mean = metric.format_for_table(fmean(first_values))
-        last_mean = metric.format_for_table(fmean(last_values))
-        rows.append(MetricRow(metric.title, first_mean=first_mean, last_mean=last_mean))
+        rows.append(
+            MetricRow(
+                key=key,
+                title=metric.title,
+                first_mean=metric.format_for_table(fmean(first_values)),
+                last_mean=metric.format_for_table(fmean(last_values)),
+            )
+        )
     return rows
 
 
@@ -207,8 +214,8 @@ def summary_lines(
     return lines
 
 
-# Keys of the metrics that have an interval, by their titles: the record has them for each group.
-_RECORDED_KEY_BY_TITLE = {"reward": REWARD_KEY, METRIC_BY_KEY[PASS_RATE_KEY].title: PASS_RATE_KEY}
+# The metrics whose change has an interval: the record has a value of them for each group.
+_KEYS_WITH_INTERVAL = (REWARD_KEY, PASS_RATE_KEY)
 
 
 def _metric_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -227,10 +234,11 @@ def _metric_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[st
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
     for row in rows:
         line = f"{row.title:20}{row.first_mean:>12}{row.last_mean:>12}"
-        key = _RECORDED_KEY_BY_TITLE.get(row.title)
-        change = training_change(folder, history, key) if key is not None else None
+        change = None
+        if row.key in _KEYS_WITH_INTERVAL:
+            change = training_change(folder, history, row.key)
         if change is not None and change.low is not None:
-            line += f"   {interval_text(change, of_share=key == PASS_RATE_KEY)}"
+            line += f"   {interval_text(change, of_share=row.key == PASS_RATE_KEY)}"
         lines.append(line)
     return lines
 

@@ -197,15 +197,15 @@ def _with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def table_to_json(logs: Mapping[str, Any]) -> str:
+def table_to_json(table: Mapping[str, Any]) -> str:
     """Return TRL's table of completions, without images, as JSON for a checkpoint.
 
-    `logs` is the trainer's `_logs`. A value that JSON does not know becomes its text, or a number
+    `table` is the trainer's `_logs`. A value that JSON does not know becomes its text, or a number
     where it is a scalar of NumPy or torch.
     """
-    rows_by_key: dict[str, Any] = {key: list(logs[key]) for key in _KEYS_OF_COLUMNS}
+    rows_by_key: dict[str, Any] = {key: list(table[key]) for key in _KEYS_OF_COLUMNS}
     for key in _KEYS_OF_COLUMN_DICTS:
-        rows_by_key[key] = {name: list(values) for name, values in logs[key].items()}
+        rows_by_key[key] = {name: list(values) for name, values in table[key].items()}
     return json.dumps(rows_by_key, default=_as_json_value)
 
 
@@ -214,20 +214,20 @@ def _as_json_value(value: object) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore_table(text: str, logs: Mapping[str, Any]) -> None:
-    """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
+def restore_table(text: str, table: Mapping[str, Any]) -> None:
+    """Replace the rows of TRL's table by those that `table_to_json` has saved in a checkpoint.
 
-    An empty text changes nothing: the checkpoint has no rows. A key of `_logs` has a column, or a
-    dict of columns by their names.
+    An empty text changes nothing: the checkpoint has no rows. `table` is the trainer's `_logs`. A
+    key of it has a column, or a dict of columns by their names.
     """
     if not text:
         return
     rows_by_key = json.loads(text)
     for key in _KEYS_OF_COLUMNS:
-        _replace_rows(logs[key], rows_by_key[key])
+        _replace_rows(table[key], rows_by_key[key])
     for key in _KEYS_OF_COLUMN_DICTS:
         for name, values in rows_by_key[key].items():
-            _replace_rows(logs[key][name], values)
+            _replace_rows(table[key][name], values)
 
 
 def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:
@@ -236,13 +236,13 @@ def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:
     column.extend(values)
 
 
-def empty_table(logs: Mapping[str, Any]) -> None:
+def empty_table(table: Mapping[str, Any]) -> None:
     """Drop all rows of TRL's `_logs`, the table of completions, before a new generation.
 
     TRL keeps as many rows as a full generation has. Without this, rows of an older generation would
     stand beside those of a smaller one.
     """
-    for value in logs.values():
+    for value in table.values():
         # `rewards` and `extra` are dicts of columns, all other keys have a column each
         columns = value.values() if isinstance(value, dict) else [value]
         for column in columns:

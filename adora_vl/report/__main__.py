@@ -70,34 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
-    parser = Parser(prog="python -m adora_vl.report", description=_DESCRIPTION)
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
-    )
-    parser.add_argument(
-        "--output",
-        type=path_option,
-        metavar="FILE.html",
-        help="default: report.html in the first RUN",
-    )
-    parser.add_argument(
-        "--max-rollouts",
-        type=integer_between(1),
-        default=20_000,
-        metavar="N",
-        help="of a run; evenly spaced steps are kept (default: 20,000)",
-    )
-    parser.add_argument(
-        "--max-image-mb",
-        type=number_between(0, 1e6),
-        default=30,
-        metavar="MB",
-        help="limit of all diagrams together (default: 30)",
-    )
-    compare_help = (
-        "did B help? A B --compare; with several seeds A1 A2 --compare B1 B2, or all before it"
-    )
-    parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=compare_help)
+    parser = _parser()
 
     def command() -> None:
         """Parse the options and do what they ask for."""
@@ -127,6 +100,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
 
     return run_command(command, interrupt_note="no page was written")
+
+
+def _parser() -> Parser:
+    """Return the parser of the command's options."""
+    parser = Parser(prog="python -m adora_vl.report", description=_DESCRIPTION)
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
+    )
+    parser.add_argument(
+        "--output",
+        type=path_option,
+        metavar="FILE.html",
+        help="default: report.html in the first RUN",
+    )
+    parser.add_argument(
+        "--max-rollouts",
+        type=integer_between(1),
+        default=20_000,
+        metavar="N",
+        help="of a run; evenly spaced steps are kept (default: 20,000)",
+    )
+    parser.add_argument(
+        "--max-image-mb",
+        type=number_between(0, 1e6),
+        default=30,
+        metavar="MB",
+        help="limit of all diagrams together (default: 30)",
+    )
+    compare_help = (
+        "did B help? A B --compare; with several seeds A1 A2 --compare B1 B2, or all before it"
+    )
+    parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=compare_help)
+    return parser
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from adora_vl.utils.errors import UserError
 _TEXT_BY_BUDGET_UNIT: dict[BudgetUnit, str] = {"rollouts": "rollouts", "seconds": "s"}
 # The title of the metric `adora/pass_rate`
 PASS_RATE_TITLE = "pass rate in training"  # noqa: S105  # no password
-# A noisy metric is averaged over the last tenth of its budget
-WINDOW = 0.1
+# The pass rate of a single step is noise. So it is averaged over this last share of the budget.
+PASS_RATE_WINDOW = 0.1
 # Least number of characters of the first column in the table of metrics
 _TITLE_WIDTH = 34
 
@@ -223,8 +223,8 @@ def budget_rows(set_a: RunSet, set_b: RunSet) -> list[ComparedMetric]:
         for unit in _TEXT_BY_BUDGET_UNIT:
             # The last point of a curve has all the rollouts, or seconds, of its run.
             budget = min(run.curves[curve_name][-1].amount_used(unit) for run in all_runs)
-            a_by_seed = _values_by_seed_at_budget(set_a, curve_name, unit, budget)
-            b_by_seed = _values_by_seed_at_budget(set_b, curve_name, unit, budget)
+            a_by_seed = _values_by_seed_at_budget(set_a, curve_name, unit=unit, budget=budget)
+            b_by_seed = _values_by_seed_at_budget(set_b, curve_name, unit=unit, budget=budget)
             # A budget of 0 has nothing to compare, nor has a run without a value within it.
             if budget == 0 or not a_by_seed or not b_by_seed:
                 continue
@@ -240,7 +240,7 @@ def budget_rows(set_a: RunSet, set_b: RunSet) -> list[ComparedMetric]:
 
 
 def _values_by_seed_at_budget(
-    run_set: RunSet, curve_name: str, unit: BudgetUnit, budget: float
+    run_set: RunSet, curve_name: str, *, unit: BudgetUnit, budget: float
 ) -> dict[int, float]:
     """Return the value of a metric in each run of a set once it has used up a budget, by its seed.
 
@@ -253,8 +253,8 @@ def _values_by_seed_at_budget(
     Returns:
         the values; empty where a run has no value within the budget.
     """
-    # An evaluation is taken as it is; the pass rate of a single step is noise.
-    window = WINDOW if curve_name == PASS_RATE_KEY else 0.0
+    # An evaluation is taken as it is.
+    window = PASS_RATE_WINDOW if curve_name == PASS_RATE_KEY else 0.0
     values = []
     for run in run_set.runs:
         points = [(point.amount_used(unit), point.value) for point in run.curves[curve_name]]

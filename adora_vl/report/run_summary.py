@@ -44,9 +44,9 @@ class GroupSummary:
     """Whether the rewards of its rollouts differ."""
     advantages_differ: bool
     """Whether the advantages of its rollouts differ, as the loss gets them."""
-    advantage_before: float
+    advantage_sum_unweighted: float
     """The sum of |advantage| over its rollouts, before the group's weight."""
-    advantage_after: float
+    advantage_sum_weighted: float
     """The same as the loss gets it, with the weight."""
     length_by_kind: Mapping[str, float]
     """The mean length in tokens by kind of answer, for those kinds that the group has."""
@@ -68,7 +68,7 @@ class GroupSummary:
         and leaves out the rest. A group with the weight 0 is no such group: its advantages are 0
         too, but the loss did get it.
         """
-        return self.has_signal and self.advantage_after == 0 and self.weight != 0
+        return self.has_signal and self.advantage_sum_weighted == 0 and self.weight != 0
 
     @property
     def is_attenuated(self) -> bool:
@@ -108,8 +108,8 @@ def _read_groups(record_file: RecordFile) -> Iterable[GroupSummary]:
 
 def _summarise_group(rows: Sequence[Mapping[str, Any]]) -> GroupSummary:
     """Sum up one group from the recorded rows of its rollouts."""
-    # These are the same in all rows of a group: its step, its weight, and whether it counts as
-    # temporarily disadvantageous (`tds`).
+    # All rows of a group have the same step and weight, and the same `tds`: whether the group is
+    # temporarily disadvantageous to learn from.
     first_row = rows[0]
     # Whether the rewards differ is decided without the rollouts that have no reward.
     rewarded_rows = [row for row in rows if row["reward"] is not None]
@@ -124,8 +124,8 @@ def _summarise_group(rows: Sequence[Mapping[str, Any]]) -> GroupSummary:
         tds=bool(first_row["tds"]),
         rewards_differ=len(rewards) > 1,
         advantages_differ=advantages_differ(rewarded_rows),
-        advantage_before=sum(abs(row["advantage_raw"] or 0) for row in rows),
-        advantage_after=sum(abs(row["advantage"] or 0) for row in rows),
+        advantage_sum_unweighted=sum(abs(row["advantage_raw"] or 0) for row in rows),
+        advantage_sum_weighted=sum(abs(row["advantage"] or 0) for row in rows),
         length_by_kind={kind: fmean(lengths) for kind, lengths in lengths_by_kind.items()},
     )
 
@@ -202,12 +202,12 @@ def _weight_sentence(
     """
     share = _percent(len(reweighted_groups) / len(all_groups))
     before = _share_of_sum(
-        [group.advantage_before for group in reweighted_groups],
-        [group.advantage_before for group in all_groups],
+        [group.advantage_sum_unweighted for group in reweighted_groups],
+        [group.advantage_sum_unweighted for group in all_groups],
     )
     after = _share_of_sum(
-        [group.advantage_after for group in reweighted_groups],
-        [group.advantage_after for group in all_groups],
+        [group.advantage_sum_weighted for group in reweighted_groups],
+        [group.advantage_sum_weighted for group in all_groups],
     )
     return (
         f"{len(reweighted_groups):,} of these groups ({share}) were {verb}. They held "

@@ -210,9 +210,13 @@ def _comparison_reason(
 
 
 def _difficulty_reason(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Say whether the group's pass rate is at most `tau`, the option that bounds a hard problem."""
+    """Say whether a group counts as difficult: its pass rate is at most the option `tau`.
+
+    With the option `needs_correct` a group without a right rollout does not count as difficult.
+    """
     # recorded steps count from 1, schedules from 0
-    tau = as_schedule(options["tau"]).at(group["step"] - 1)
+    steps_before = group["step"] - 1
+    tau = as_schedule(options["tau"]).at(steps_before)
     has_right_rollout = bool(group["pass_rate"])
     if not has_right_rollout and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"

@@ -59,7 +59,9 @@ class Box(NamedTuple):
         return overlap_in_x and overlap_in_y
 
 
-OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shrinking is
+# How many times larger a picture is drawn. Pillow draws jagged lines, which become smooth when the
+# picture is made smaller.
+OVERSAMPLING = 2
 
 
 def font_pixels(size: int) -> float:
@@ -89,7 +91,7 @@ class Canvas:
         self._font = font or ImageFont.load_default(
             size=font_pixels(size) * OVERSAMPLING * font_scale
         )
-        self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
+        self._line_width = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
 
     def _scaled(self, points: list[Point]) -> list[Point]:
         """Return points in pixels of the large picture."""
@@ -98,35 +100,31 @@ class Canvas:
     def line(self, *points: Point, closed: bool = False) -> None:
         """Draw a line through points, which is `closed` where it comes back to the first one."""
         path = self._scaled([*points, points[0]] if closed else list(points))
-        self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
+        self._draw.line(path, fill=self._style.ink, width=self._line_width, joint="curve")
 
     def circle(self, centre: Point, radius: float) -> None:
         """Draw a circle."""
-        (x, y) = self._scaled([centre])[0]
+        x, y = self._scaled([centre])[0]
         r = radius * self._pixels
-        self._draw.ellipse(
-            (x - r, y - r, x + r, y + r), outline=self._style.ink, width=self._stroke
-        )
+        box = (x - r, y - r, x + r, y + r)
+        self._draw.ellipse(box, outline=self._style.ink, width=self._line_width)
 
     def dot(self, centre: Point) -> None:
         """Draw a dot."""
-        (x, y) = self._scaled([centre])[0]
-        r = 2.0 * self._stroke
+        x, y = self._scaled([centre])[0]
+        r = 2.0 * self._line_width
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
 
     def label(self, text: str, centre: Point) -> None:
         """Write a text with an outline of paper, so that a line behind it does not hide a digit."""
-        position = self._scaled([centre])[0]
-        style = self._style
-        stroke = self._stroke
         self._draw.text(
-            position,
+            self._scaled([centre])[0],
             text,
-            style.text,
-            self._font,
-            anchor="mm",
-            stroke_width=stroke,
-            stroke_fill=style.paper,
+            fill=self._style.text,
+            font=self._font,
+            anchor="mm",  # the text's middle is at `centre`
+            stroke_width=self._line_width,
+            stroke_fill=self._style.paper,
         )
 
     def picture(self) -> Image.Image:

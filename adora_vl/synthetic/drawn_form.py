@@ -25,10 +25,10 @@ from adora_vl.synthetic.sketch import Sketch
 
 # How far from its corner the label of an angle stands, as a share of the picture.
 _LABEL_DISTANCE = 0.15
-_LABEL_DISTANCE_AT_CENTRE = 0.12  # of an angle at the centre of a circle: clear of the arc
-_LABEL_DISTANCE_ON_CIRCLE = (
-    0.22  # of an angle on a circle: clear of the letter of the corner and of the circle near it
-)
+# For an angle at the centre of a circle: clear of the arc.
+_LABEL_DISTANCE_AT_CENTRE = 0.12
+# For an angle on a circle: clear of the circle near it, and of the letter of its corner.
+_LABEL_DISTANCE_ON_CIRCLE = 0.22
 
 
 class DrawnForm:

@@ -102,12 +102,10 @@ def isosceles_base_angle(
     question = rng.choice(
         ["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]
     )
-    right_solution = choose_wording(rng, opening, steps, apex=apex, both=both_base_angles) + boxed(
-        base
-    )
-    wrong_solution = choose_wording(rng, opening, ("180 - {apex} = ",), apex=apex) + boxed(
-        both_base_angles
-    )
+    right_solution = choose_wording(rng, opening, steps, apex=apex, both=both_base_angles)
+    right_solution += boxed(base)
+    wrong_solution = choose_wording(rng, opening, ("180 - {apex} = ",), apex=apex)
+    wrong_solution += boxed(both_base_angles)
     return SyntheticProblem(
         family="isosceles",
         image=canvas.picture(),
@@ -161,12 +159,10 @@ def polygon_interior_angle(
             "Find the interior angle.",
         ]
     )
-    right_solution = choose_wording(rng, opening, steps, sides=sides, triangles=sides - 2) + boxed(
-        angle
-    )
-    wrong_solution = choose_wording(rng, opening, ("360 / {sides} = ",), sides=sides) + boxed(
-        exterior_angle
-    )
+    right_solution = choose_wording(rng, opening, steps, sides=sides, triangles=sides - 2)
+    right_solution += boxed(angle)
+    wrong_solution = choose_wording(rng, opening, ("360 / {sides} = ",), sides=sides)
+    wrong_solution += boxed(exterior_angle)
     return SyntheticProblem(
         family="polygon",
         image=canvas.picture(),
@@ -189,10 +185,8 @@ def right_triangle_hypotenuse(
     worked solution (`slip`) adds the legs.
     """
     leg_end = (7, 21, 61)[level - 1]  # the legs are shorter
-    across = rng.randrange(
-        1, leg_end
-    )  # length of the horizontal leg, and below of the vertical one
-    down = rng.randrange(1, leg_end)
+    across = rng.randrange(1, leg_end)  # the length of the horizontal leg
+    down = rng.randrange(1, leg_end)  # of the vertical one
     # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     margin = label_inset(size)
@@ -235,13 +229,7 @@ def right_triangle_hypotenuse(
         slip=wrong_solution,
         goal="Length",
         shapes=("Triangle",),
-        sentences=(
-            "triangle ABC",
-            "right angle ABC",
-            f"AB = {down}",
-            f"BC = {across}",
-            "find AC",
-        ),
+        sentences=("triangle ABC", "right angle ABC", f"AB = {down}", f"BC = {across}", "find AC"),
     )
 
 
@@ -281,22 +269,27 @@ def crossing_lines(
     label_at = (0.5, 0.96 - label_inset(size)) if is_opposite else (0.87, 0.57)
     canvas.label("x", jitter(rng, label_at))
     supplement = 180 - shown_angle
-    equal = ("vertical {given}. ", "vertical angles, {given}. ")
-    neighbours = ("supplementary {given}. ", "a straight angle, {given}. ")
-    long_equal = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
-    long_sum = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
+    # The beginnings of solutions for an x opposite of the shown angle, and for one beside it.
+    opposite = ("vertical {shown}. ", "vertical angles, {shown}. ")
+    beside = ("supplementary {shown}. ", "a straight angle, {shown}. ")
+    opposite_steps = ("180 - (180 - {shown}) = ", "180 - {shown} = {other}. 180 - {other} = ")
+    beside_steps = ("x + {shown} = 180. 180 - {shown} = ", "they add up to 180. 180 - {shown} = ")
     # All four are drawn in every case, so that the random numbers after them are the same.
-    long_opposite = choose_wording(rng, equal, long_equal, given=shown_angle, other=supplement)
-    long_beside = choose_wording(rng, neighbours, long_sum, given=shown_angle)
-    short_opposite = choose_wording(rng, equal, ("x = ",), given=shown_angle)
-    short_beside = choose_wording(rng, neighbours, ("180 - {given} = ",), given=shown_angle)
+    long_opposite = choose_wording(
+        rng, opposite, opposite_steps, shown=shown_angle, other=supplement
+    )
+    long_beside = choose_wording(rng, beside, beside_steps, shown=shown_angle)
+    short_opposite = choose_wording(rng, opposite, ("x = ",), shown=shown_angle)
+    short_beside = choose_wording(rng, beside, ("180 - {shown} = ",), shown=shown_angle)
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
     if is_opposite:
         answer = shown_angle
+        asked_angle = "CEB"
         right_solution = long_opposite + boxed(shown_angle)
         wrong_solution = short_beside + boxed(supplement)
     else:
         answer = supplement
+        asked_angle = "DEB"
         right_solution = long_beside + boxed(supplement)
         wrong_solution = short_opposite + boxed(shown_angle)
     return SyntheticProblem(
@@ -309,11 +302,7 @@ def crossing_lines(
         goal="Angle",
         shapes=("Line",),
         kind="vertical" if is_opposite else "supplementary",
-        sentences=(
-            *_CROSSING_SENTENCES,
-            f"angle AED = {shown_angle}",
-            "find angle CEB" if is_opposite else "find angle DEB",
-        ),
+        sentences=(*_CROSSING_SENTENCES, f"angle AED = {shown_angle}", f"find angle {asked_angle}"),
     )
 
 

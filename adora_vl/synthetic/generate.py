@@ -10,7 +10,7 @@ from typing import NamedTuple, TypedDict, Unpack
 from PIL import Image
 
 from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
-from adora_vl.data.images import diagram_hash
+from adora_vl.data.images import pixel_hash
 from adora_vl.geometry.solve_form import solved_figure
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.rewards import grade
@@ -113,7 +113,7 @@ def split_of(image: Image.Image) -> str:
 
     So a diagram is in the same split in every data set that is generated.
     """
-    share_of_hash = int(diagram_hash(image)[:8], 16) / 2**32  # from 0 to 1
+    share_of_hash = int(pixel_hash(image)[:8], 16) / 2**32  # from 0 to 1
     return "test" if share_of_hash < _TEST_SHARE else "train"
 
 
@@ -249,7 +249,7 @@ def draw_problems(
 
 def _short_hash(image: Image.Image) -> bytes:
     """Return the first half of a diagram's hash, in bytes, to know the diagram again."""
-    return bytes.fromhex(diagram_hash(image)[:32])
+    return bytes.fromhex(pixel_hash(image)[:32])
 
 
 def _check_draw_options(

@@ -119,7 +119,7 @@ def _describe_drawn(
     Args:
         source: the kind of data, `synthetic` or `knights`.
         revision: stands for the code that draws, and changes where that draws other rows.
-        draw: draws the rows of a split, of which it is told the number.
+        draw: draws rows. Its arguments are their number and the split.
         rows: how many rows the split train has.
         test_rows: how many rows the split test has.
         arguments: of the drawing, by their names.
@@ -140,7 +140,7 @@ def _describe_drawn(
         "arguments": {"rows": rows, "test_rows": test_rows, **json_arguments},
     }
     return DrawnDataset(
-        row_counts, draw=draw, description=description, further_columns=further_columns
+        row_counts=row_counts, draw=draw, description=description, further_columns=further_columns
     )
 
 
@@ -215,12 +215,12 @@ def prepare_knights_table(
         "revision": hashlib.sha256(texts.encode()).hexdigest(),
         "arguments": {"source": "parquet", "question": question},
     }
-    table = DrawnDataset(
+    puzzles = DrawnDataset(
         row_counts={split: len(rows) for split, rows in rows_by_split.items()},
         draw=lambda count, split: rows_by_split[split],  # they are all read already
         description=description,
     )
-    return prepare_drawn(output, table, overwrite=overwrite)
+    return prepare_drawn(output, puzzles, overwrite=overwrite)
 
 
 def _holds_dataset(folder: Path, description: Manifest) -> bool:

@@ -151,14 +151,14 @@ def example_answer(names: Sequence[str]) -> str:
 
 
 def puzzle_row(
-    row_id: str, problem: str, gold: str, *, people: int, split: str, wrong_answer: str = ""
+    row_id: str, problem: str, answer: str, *, people: int, split: str, wrong_answer: str = ""
 ) -> Row:
     """Return the dataset row of a puzzle, which has no image.
 
     Args:
         row_id: the id of the row.
         problem: the question.
-        gold: the right answer, such as `Ada is a knight, Ben is a knave`.
+        answer: the right answer, such as `Ada is a knight, Ben is a knave`.
         people: how many people the puzzle has.
         split: `train` or `test`.
         wrong_answer: a wrong answer in a box; empty for none.
@@ -174,12 +174,12 @@ def puzzle_row(
         "id": row_id,
         "images": [],
         "problem": problem,
-        "answer": gold,
-        "answer_raw": gold,
+        "answer": answer,
+        "answer_raw": answer,
         "choices": None,
         "split": split,
         "source": "knights",
-        "meta": {**meta, "solution": f"\\boxed{{{gold}}}"},
+        "meta": {**meta, "solution": f"\\boxed{{{answer}}}"},
     }
 
 
@@ -225,7 +225,7 @@ def generate(
         yield puzzle_row(
             row_id,
             problem=problem,
-            gold=roles_text(names, puzzle.is_knight),
+            answer=roles_text(names, puzzle.is_knight),
             people=people_count,
             split=split,
             wrong_answer=f"\\boxed{{{roles_text(names, wrong_roles)}}}",
@@ -359,8 +359,7 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
     """Return the dataset row of a record of the published puzzles, whose solution is checked.
 
     `origin` names the record in messages, such as `row 3 of FILE`. `question` is `box` or `plain`,
-    as in `read_puzzles`. The id of the row is filled in by the caller,
-    which counts the rows of each split.
+    as in `read_puzzles`. The row has no id yet: the caller numbers the rows of each split.
 
     Raises `UserError` for a record that is no puzzle with exactly one solution.
     """
@@ -392,7 +391,7 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
     return puzzle_row(
         row_id="",
         problem=problem,
-        gold=roles_text(names, solution),
+        answer=roles_text(names, solution),
         people=len(names),
         split=split,
     )

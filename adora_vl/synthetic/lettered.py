@@ -411,10 +411,10 @@ def _write_linear_expression(factor: int, added: int) -> str:
     return f"{term} {sign} {abs(added)}"
 
 
-def _triangle_corners(a: float, b: float) -> dict[str, Point]:
-    """Return the corners of a triangle with the angles `a` and `b`, in degrees, at A and B."""
-    tangent_at_a = math.tan(math.radians(a))
-    tangent_at_b = math.tan(math.radians(b))
+def _triangle_corners(angle_a: float, angle_b: float) -> dict[str, Point]:
+    """Return the corners of a triangle with these angles, in degrees, at A and B."""
+    tangent_at_a = math.tan(math.radians(angle_a))
+    tangent_at_b = math.tan(math.radians(angle_b))
     # The height divides AB, of length 1, into height / tangent_at_a and height / tangent_at_b.
     height = 1 / (1 / tangent_at_a + 1 / tangent_at_b)
     return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / tangent_at_a, height)}

@@ -60,7 +60,7 @@ def perimeter_digit(
         f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
     )
     right_working = write_working(rng, sides)
-    slipped_working = write_working(rng, sides, slip_at=rng.randrange(SLIP_PLACES))
+    slipped_working = write_working(rng, sides, slip_at=rng.randrange(WORKING_STEPS))
     return SyntheticProblem(
         family="perimeter",
         image=canvas.picture(),
@@ -102,7 +102,7 @@ def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
             return sides
 
 
-SLIP_PLACES = 5  # of a working where a slip can happen: two readings and three sums
+WORKING_STEPS = 5  # two readings and three sums; a slip can happen in each
 
 
 def write_working(
@@ -121,7 +121,7 @@ def write_working(
     - with a slip at step 2, the first sum: `sides 3, 4. 3+4=8. 8+5=13. 13+6=19. \boxed{9}`
     """
     mistakes = []  # what is added by mistake in each step, 0 or 1
-    for step in range(SLIP_PLACES):
+    for step in range(WORKING_STEPS):
         mistakes.append(1 if step == slip_at or rng.random() < slip_share else 0)
     total = sides[0] + mistakes[0]
     second_side = sides[1] + mistakes[1]

@@ -106,8 +106,8 @@ class Sketch:
     def right_angle(self, path: str) -> None:
         """Draw the small square in the right angle `ABC` at B."""
         corner, first_side, second_side = self._directions(path)
-        steps = (first_side, first_side + second_side, second_side)
-        self._canvas.line(*(_x_and_y(corner + 0.05 * step) for step in steps))
+        square_corners = (first_side, first_side + second_side, second_side)  # from the angle's
+        self._canvas.line(*(_x_and_y(corner + 0.05 * offset) for offset in square_corners))
 
     def _directions(self, path: str) -> tuple[complex, complex, complex]:
         """Return the corner B of the angle `ABC`, and the directions of its two sides."""
@@ -123,8 +123,9 @@ class Sketch:
         half_width = 0.28 * len(text) * self._label_height
         half_height = 0.5 * self._label_height
         box = Box.around(centre, half_width, half_height)
-        touches = any(box.overlaps(label) for label in self._label_boxes)
-        if touches or min(box) < 0 or max(box) > 1:
+        overlaps_label = any(box.overlaps(other_box) for other_box in self._label_boxes)
+        is_outside = min(box) < 0 or max(box) > 1
+        if overlaps_label or is_outside:
             raise ClutteredError(text)
         self._label_boxes.append(box)
         self._canvas.label(text, _x_and_y(centre))

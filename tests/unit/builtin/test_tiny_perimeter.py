@@ -23,8 +23,8 @@ from adora_vl.models.load import (
 from adora_vl.rewards import grade
 from adora_vl.synthetic.drawing import PLAIN_STYLE
 from adora_vl.synthetic.perimeter import (
-    SLIP_PLACES,
     USUAL_DIGITS,
+    WORKING_STEPS,
     perimeter_digit,
     sides_in_problem,
     write_working,
@@ -80,7 +80,7 @@ def test_a_working_is_right_unless_it_slips_anywhere():
     rng = random.Random(1)
     for _, sides, answer in draw_problems(50):
         assert grade(write_working(rng, sides), answer).verdict == "correct"
-        for slip_at in range(SLIP_PLACES):
+        for slip_at in range(WORKING_STEPS):
             wrong_working = write_working(rng, sides, slip_at=slip_at)
             assert grade(wrong_working, answer).verdict == "wrong", slip_at
 
@@ -100,7 +100,7 @@ def test_the_demos_reward_counts_every_step():
 
     for _ in range(20):
         assert reward(write_working(rng, sides)) == 1.0, "in any wording"
-    for slip_at in range(SLIP_PLACES):
+    for slip_at in range(WORKING_STEPS):
         assert reward(write_working(rng, sides, slip_at=slip_at)) == 0.0
     # The sum is wrong, but its last digit is right.
     wrong_sum = write_working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
@@ -131,7 +131,7 @@ def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works
         if "=" in text:
             is_right_by_working.append(grade(text, answer).verdict == "correct")
     assert len(is_right_by_working) / 4000 == pytest.approx(0.5, abs=0.03)
-    expected_share = (1 - plan.slips) ** SLIP_PLACES  # 0.12, where a guess is right in 0.4
+    expected_share = (1 - plan.slips) ** WORKING_STEPS  # 0.12, where a guess is right in 0.4
     assert fmean(is_right_by_working) == pytest.approx(expected_share, abs=0.03)
 
 

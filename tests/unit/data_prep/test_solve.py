@@ -16,7 +16,7 @@ from adora_vl.config import AdoraScriptArguments
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.dataset import (
     load_split,
-    refuse_for_evaluation,
+    refuse_test_variants,
     stored_rows,
     write_manifest,
     write_split,
@@ -389,7 +389,7 @@ def assert_refused_in_training(folder: Path) -> None:
     assert "\n" not in str(refusal.value)
     rows = load_split(folder, "test")
     with pytest.raises(UserError, match="train_dataset: has variants of a test split"):
-        refuse_for_evaluation(rows, where="train_dataset:")
+        refuse_test_variants(rows, where="train_dataset:")
 
 
 def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.data.dataset import Row, read_manifest, stored_rows
-from adora_vl.data.images import diagram_hash
+from adora_vl.data.images import pixel_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.synthetic import generated as generated_module
 from adora_vl.synthetic import knights
@@ -44,10 +44,10 @@ def rows_of_folder(folder: Path) -> list[Row]:
     return [*stored_rows(folder, "train"), *stored_rows(folder, "test")]
 
 
-def diagram_hashes(folder: Path, split: str) -> set[str]:
+def pixel_hashes(folder: Path, split: str) -> set[str]:
     """Return the hashes of a split's diagrams."""
     images = (row["images"][0]["bytes"] for row in stored_rows(folder, split))
-    return {diagram_hash(Image.open(io.BytesIO(encoded))) for encoded in images}
+    return {pixel_hash(Image.open(io.BytesIO(encoded))) for encoded in images}
 
 
 def test_the_same_arguments_give_the_same_files(prepared_folder: Path, tmp_path: Path) -> None:
@@ -60,15 +60,15 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
     prepared_folder: Path, tmp_path: Path
 ) -> None:
     """No diagram is in both splits, even over three seeds and three sizes of the test split."""
-    train = diagram_hashes(prepared_folder, "train")
-    held_out = diagram_hashes(prepared_folder, "test")
+    train = pixel_hashes(prepared_folder, "train")
+    held_out = pixel_hashes(prepared_folder, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
         prepare_drawn(
             output, describe_synthetic(rows=ROW_COUNT, test_rows=TEST_ROW_COUNT + seed, seed=seed)
         )
-        train |= diagram_hashes(output, "train")
-        held_out |= diagram_hashes(output, "test")
+        train |= pixel_hashes(output, "train")
+        held_out |= pixel_hashes(output, "test")
     assert len(train) == 3 * ROW_COUNT, "another seed gives other diagrams"
     assert train.isdisjoint(held_out)
 
@@ -296,7 +296,7 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
     pictures = {}
     for style in STYLES:
         problem = FAMILY_BY_NAME["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
-        pictures[diagram_hash(problem.image)] = (problem.question, problem.answer)
+        pictures[pixel_hash(problem.image)] = (problem.question, problem.answer)
     assert len(pictures) == len(STYLES)
     assert len(set(pictures.values())) == 1
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from adora_vl.data.images import diagram_hash
+from adora_vl.data.images import pixel_hash
 from adora_vl.rewards.answer import parse_value
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
 from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS
@@ -228,7 +228,7 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                     problem.question,
                     pictures[-1].labels,
                 )
-                key = (diagram_hash(problem.image), problem.question)
+                key = (pixel_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
                 places = [label_place for _, label_place in pictures[-1].labels]
                 assert all(0.01 < x < 0.99 and 0.01 < y < 0.99 for x, y in places)

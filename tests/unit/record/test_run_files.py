@@ -212,8 +212,8 @@ def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
             entry_with_accuracy, 40, 1000, 185.2
         )
     assert metric_rows([entry_with_accuracy])[1:3] == [
-        ("pass rate", "37.5%", "37.5%"),
-        ("accuracy", "25.0%", "25.0%"),
+        ("adora/pass_rate", "pass rate", "37.5%", "37.5%"),
+        ("grading/correct", "accuracy", "25.0%", "25.0%"),
     ]
     seconds = {"seconds/rollout": 1.5, "seconds/grading": 0.001, "seconds/evaluation": 0.0}
     line_with_seconds = progress_line({"reward": 1.0, **seconds}, 1, 9, None)
