@@ -24,10 +24,6 @@ from adora_vl.utils.files import cache_folder
 
 SYNTHETIC_DATA = "synthetic"
 KNIGHTS_DATA = "knights"
-SYNTHETIC_TEST_ROWS = 512
-SYNTHETIC_SIZE = 56
-SYNTHETIC_SEED = 0
-KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,10 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None) -> 
         columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:
-        drawn_dataset = describe_puzzles(
-            rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE
-        )
+        # The tiny model was taught a little of puzzles with so many people.
+        drawn_dataset = describe_puzzles(rows=rows, people=TextStart.people)
     elif name == SYNTHETIC_DATA:
-        drawn_dataset = describe_synthetic(
-            rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE
-        )
+        drawn_dataset = describe_synthetic(rows=rows)
     elif columns is None or _is_prepared(name):
         return name
     else:

@@ -280,7 +280,7 @@ def token_loss(
 
     Args:
         model: computes the loss.
-        sequences: token ids, each (T,).
+        sequences: B sequences of token ids, each (T,) with a length T of its own.
         labels: for each sequence its token ids again, with -100 at tokens that are not learned.
         image_inputs: the pixels and grids of images by their names in the model's forward.
     """

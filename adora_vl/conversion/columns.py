@@ -88,15 +88,15 @@ class Columns:
         names += [table_name for _, table_name in self.extras]
         return list(dict.fromkeys(names))
 
-    def needed_from(self, present: Iterable[str]) -> list[str]:
-        """Return which of a table's columns have to be read; `present` are all that it has.
+    def needed_from(self, table_columns: Iterable[str]) -> list[str]:
+        """Return which of a table's columns have to be read.
 
         For the name `reward_model.ground_truth` it is the column `reward_model`.
         """
-        present_set = set(present)
+        table_column_set = set(table_columns)
         columns = []
         for name in self.table_names:
-            columns += [column for column, _ in _possible_columns(name, present_set)]
+            columns += [column for column, _ in _possible_columns(name, table_column_set)]
         return list(dict.fromkeys(columns))  # each once
 
     @property
@@ -288,10 +288,10 @@ def columns_from_words(words: Sequence[str]) -> Columns:
     return columns_from(mapping, "--columns")
 
 
-def _possible_columns(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
+def _possible_columns(name: str, table_columns: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the columns that may have the value of `name`, each with the path inside its objects.
 
-    `present` has the columns of the table, and only these are yielded. For example:
+    Only columns of the table are yielded. For example:
 
         name   columns   yielded
         a|c    a, c      (a, ""), (c, "")
@@ -305,7 +305,7 @@ def _possible_columns(name: str, present: Container[str]) -> Iterator[tuple[str,
         dot_positions = [match.start() for match in re.finditer(r"\.", alternative)]
         for column_end in (len(alternative), *dot_positions):
             column = alternative[:column_end]
-            if column in present:
+            if column in table_columns:
                 yield column, alternative[column_end + 1 :]
                 break
 
@@ -379,24 +379,24 @@ def _class_name(value: object, class_names: Sequence[str]) -> object:
     return class_names[number] if 0 <= number < len(class_names) else None
 
 
-def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:
+def require_columns(columns: Columns, table_columns: Iterable[str], where: str) -> None:
     """Raise `UserError` for a column that the user has named and a table lacks.
 
-    `present` has the names of the table's columns, and `where` is the table in words.
+    `where` is the table in words.
     """
-    present_names = list(present)
-    present_set = set(present_names)
+    table_column_list = list(table_columns)
+    table_column_set = set(table_column_list)
     missing = []  # such as `'awnser'; did you mean 'answer'?`
     for name in columns.table_names:
-        is_present = any(_possible_columns(name, present_set))
+        is_present = any(_possible_columns(name, table_column_set))
         if not is_present and name not in columns.optional:
-            hint = did_you_mean(name, islice(present_names, _MAX_COMPARED))
+            hint = did_you_mean(name, islice(table_column_list, _MAX_COMPARED))
             missing.append(f"{name!r:.60}{hint}")
     if missing:
-        shown_names = ", ".join(f"{column:.40}" for column in present_names[:_MAX_SHOWN])
+        shown_names = ", ".join(f"{column:.40}" for column in table_column_list[:_MAX_SHOWN])
         ellipsis = ""
-        if len(present_names) > _MAX_SHOWN:
-            ellipsis = f", ... ({len(present_names)} columns)"
+        if len(table_column_list) > _MAX_SHOWN:
+            ellipsis = f", ... ({len(table_column_list)} columns)"
         raise UserError(
             f"columns: {where} has no column {', and none '.join(missing)}; it has "
             f"{shown_names or 'none'}{ellipsis}"

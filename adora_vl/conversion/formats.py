@@ -165,9 +165,9 @@ def _open_dataset(path: Path) -> Any:
 
 
 def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
-    """Open a table of Parquet or Arrow; return it with the `Features` that it has of `datasets`.
+    """Open a table of Parquet or Arrow; return it with the types of its columns in `datasets`.
 
-    Features are the types of the columns by their names, {} where the file has none.
+    These `Features` are {} where the file has none.
     """
     is_parquet = format_of(path) == ".parquet"
     schema = pq.read_schema(path) if is_parquet else _open_dataset(path).data.schema

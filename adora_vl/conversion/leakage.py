@@ -99,8 +99,8 @@ def difference_hash(image: Image.Image) -> int:
     clearly lighter than its right neighbour.
     """
     grey = image.convert("L")
-    drawing = grey.point(lambda level: 255 if level < _DARKEST_PAPER else 0).getbbox()
-    patches = grey.crop(drawing).resize(
+    drawing_box = grey.point(lambda level: 255 if level < _DARKEST_PAPER else 0).getbbox()
+    patches = grey.crop(drawing_box).resize(
         (_PATCHES_PER_SIDE + 1, _PATCHES_PER_SIDE), Image.Resampling.BOX
     )
     levels = np.asarray(patches, dtype=np.int16)  # signed, for differences below 0

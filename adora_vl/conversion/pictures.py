@@ -307,10 +307,10 @@ def _names_by_folded_name(folder: Path) -> dict[str, list[str]]:
 @lru_cache(maxsize=32)
 def _list_folder(folder: Path, modified_ns: int) -> dict[str, list[str]]:
     """Return the names in a folder by their folded form; `modified_ns` renews the cached result."""
-    names: dict[str, list[str]] = {}
+    names_by_folded_name: dict[str, list[str]] = {}
     for path in folder.iterdir():
-        names.setdefault(_fold_name(path.name), []).append(path.name)
-    return names
+        names_by_folded_name.setdefault(_fold_name(path.name), []).append(path.name)
+    return names_by_folded_name
 
 
 def _fold_name(name: str) -> str:

@@ -277,8 +277,7 @@ class NonPicture(NamedTuple):
 def describe_non_picture(first_bytes: bytes) -> NonPicture | None:
     """Return what a file is that stands in the place of a picture, such as a saved error page.
 
-    `first_bytes` are those of the file. Returns None where they are not recognized, as those of a
-    picture.
+    `first_bytes` are those of the file. Returns None for any other file, such as a picture.
     """
     if _HEIF_SIGNATURE_PATTERN.match(first_bytes):
         return NonPicture("heic", "a photograph in HEIC that cannot be read; save it as JPEG")

@@ -225,9 +225,10 @@ class PromptLengthFilter:
 
         Raises `UserError` for prompts that are too long, and may not be left out.
         """
-        if not self._is_needed:
+        # A dry run shows lengths also where no limit is known.
+        if self.limit is None and not self._is_dry_run:
             return range(total)
-        count = self._measured_count(total)
+        count = min(total, self._max_rows or total)
         return self._keep_usable(self._measure(islice(rows, count), count), total)
 
     def prompts_to_evaluate(self, rows: Rows, total: int, dataset_suffix: str) -> Sequence[int]:
@@ -244,15 +245,6 @@ class PromptLengthFilter:
         if self.limit is None:
             return range(total)
         return self._usable_indices(self._measure(rows, total), dataset_suffix)
-
-    @property
-    def _is_needed(self) -> bool:
-        """Whether lengths are to be known: they are checked, or a dry run shows them."""
-        return self.limit is not None or self._is_dry_run
-
-    def _measured_count(self, total: int) -> int:
-        """Return how many of `total` rows are measured."""
-        return min(total, self._max_rows or total)
 
     def _measure(self, rows: Rows, total: int) -> PromptLengths:
         """Return the lengths of rows, with a progress bar where this process prints warnings."""

@@ -92,12 +92,12 @@ def pixel_limits_of(
     published = VISION_BY_FAMILY[DEFAULT_FAMILY]
     if family is not None and family.vision is not None:
         published = family.vision
-    # An image processor has its limits under these names.
-    size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
+    # An image processor calls its limits the shortest and the longest edge, and counts pixels.
+    processor_limits = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     if min_pixels is None:
-        min_pixels = size.get("shortest_edge", published.min_pixels)
+        min_pixels = processor_limits.get("shortest_edge", published.min_pixels)
     if max_pixels is None:
-        max_pixels = size.get("longest_edge", published.max_pixels)
+        max_pixels = processor_limits.get("longest_edge", published.max_pixels)
     token_side = published.token_side
     vision_config = getattr(model, "vision_config", None)
     if family is not None and vision_config is not None:

@@ -137,8 +137,7 @@ def _convert_reward(migration: Migration) -> None:
 
     Without one the reward is `accuracy`, and a remark says so.
     """
-    # nothing is converted from it, but it is no key without a counterpart either
-    migration.read_names.add("worker.reward.reward_type")
+    migration.ignore("worker.reward.reward_type")
     name = _REWARD if migration.get(_REWARD) else _OLDER_REWARD
     entry = migration.get(name)
     file, _, function = str(entry or "").partition(":")

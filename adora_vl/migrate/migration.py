@@ -128,6 +128,10 @@ class Migration:
             return int(number) if number.is_integer() else number
         return value
 
+    def ignore(self, name: str) -> None:
+        """Count a name as read: nothing is lost without it, so it is not listed as unmatched."""
+        self.read_names.add(name)
+
     def mapped_name(self, key: str) -> str:
         """Return the other trainer's name that `key_map` has under a key."""
         name, _ = self.key_map[key]
@@ -188,7 +192,7 @@ class Migration:
         looked through too.
         """
         path = self.source.find_path(str(name))
-        return str(name) if path is None else str(path)
+        return str(path or name)
 
     def split_at_sign(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
         """Divide names such as `geometry3k@train` at a sign, such as `@`.

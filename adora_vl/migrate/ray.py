@@ -246,7 +246,7 @@ def convert_reward_function(
 
 
 def _convert_kl(migration: Migration) -> None:
-    """Convert the KL term of the loss, and set the key that makes TRL's gradient of it theirs."""
+    """Convert the KL term of the loss, which TRL then weights no more than the other trainer."""
     has_kl = migration.get_mapped("USES_KL") and not migration.get("algorithm.disable_kl", False)
     coefficient = migration.get_mapped("KL_COEF")
     estimator = migration.get_mapped("KL_ESTIMATOR")
@@ -316,8 +316,7 @@ def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
     A step of EasyR1 and verl is a generation. TRL counts optimizer steps, and a generation has
     `layout.optimizer_steps` of them.
     """
-    # nothing is lost without it, so it is not listed as a key without a counterpart
-    migration.read_names.add("trainer.project_name")
+    migration.ignore("trainer.project_name")
     run_name = re.sub(r"[^\w.-]+", "_", str(migration.get("trainer.experiment_name", "run")))
     migration.set_key("output_dir", f"runs/{run_name}", "trainer.experiment_name")
     migration.copy_key("num_train_epochs", *migration.key_map["EPOCHS"])

@@ -49,7 +49,7 @@ class SourceConfig:
             try:
                 if path.exists():
                     return path
-            except OSError:  # a text of some length is no file name, from any folder
+            except OSError:  # the text is too long for the name of a file
                 return None
         return None
 

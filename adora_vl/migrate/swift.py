@@ -214,14 +214,13 @@ def _convert_data(migration: Migration) -> None:
             f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
             "Hugging Face hub, where the name may be another one"
         )
-    system_prompt = migration.get("system")
-    if system_prompt is not None:
-        migration.set_key("adora_system_prompt", migration.resolve_path(system_prompt), "system")
-    system = str(system_prompt or "")
-    if len(system.split()) == 1 and migration.source.find_path(system) is None:
+    system = migration.get("system")
+    system_prompt = None if system is None else migration.resolve_path(system)
+    migration.set_key("adora_system_prompt", system_prompt, "system")
+    # A single word is the name of a file.
+    is_name = len(str(system or "").split()) == 1
+    if is_name and migration.source.find_path(str(system)) is None:
         migration.add_remark(f"prompt: system: {system} is not here; copy it, or write its text")
-    if "adora_system_prompt" not in migration.keys:
-        migration.set_key("adora_system_prompt", None, "system")
     migration.set_key("adora_prompt", None, note="the problem of the row alone")
     _convert_rewards(migration)
     for key in ("min_pixels", "max_pixels"):

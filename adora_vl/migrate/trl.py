@@ -56,7 +56,7 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     # Transformers before 5 had the warm-up as a share too, which a number of steps replaced.
     warmup_name = "warmup_steps" if migration.get("warmup_steps", 0) else "warmup_ratio"
     migration.copy_key("warmup_steps", warmup_name)
-    migration.read_names.add("warmup_ratio")
+    migration.ignore("warmup_ratio")
     prompt_tokens = migration.get("max_prompt_length")
     if prompt_tokens:
         answer_tokens = migration.get("max_completion_length", 512)

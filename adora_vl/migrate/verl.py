@@ -80,7 +80,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     migration.key_map = _NAMES
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
     convert_direct_keys(migration)
-    # Newer versions call `warmup_style` so; they take the older name where a config has both.
+    # The key after `warmup_style`, the older one, which verl takes where a config has both.
     if migration.mapped_name("lr_scheduler_type") not in migration.values:
         migration.copy_key("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
     convert_lora(migration)
@@ -107,14 +107,13 @@ def convert_verl(migration: Migration) -> LaunchPlan:
 def _convert_old_logps(migration: Migration) -> None:
     """Convert verl's bypass mode, in which the engine's log-probabilities are the old ones.
 
-    The ratio of new to old policy then has the engine's difference in it, so the correction for
-    that difference is switched off: it would count twice, and a run with both is refused.
+    The ratio of new to old policy then has the difference of the engine in it. The correction for
+    this difference would count it twice, so it is switched off. A run with both is refused.
     """
     enabled_names = [name for name in _BYPASS_MODES if migration.get(name, False)]
     if not enabled_names:
         return
-    # Bypass mode needs these from verl's engine, and ours returns them with every rollout. The key
-    # is read only so that it is not listed as one without a counterpart.
+    # Our engine returns log-probabilities with every rollout. The key only counts as read.
     migration.get(f"{_ROLLOUT}calculate_log_probs", True)
     migration.set_key("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
     migration.keys.pop("vllm_importance_sampling_mode", None)

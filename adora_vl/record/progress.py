@@ -48,7 +48,7 @@ def duration_text(seconds: float) -> str:
     return f"{rest_seconds}s"
 
 
-def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
+def accuracy_is_worth_showing(logs: Mapping[str, Any]) -> bool:
     """Return whether a log entry's accuracy is worth showing beside its pass rate.
 
     The accuracy is the share of right answers, the pass rate that of rewards above a threshold.
@@ -89,7 +89,7 @@ def progress_line(
         value = logs.get(key)
         if value is None:
             continue
-        if key == ACCURACY_KEY and not accuracy_differs_from_pass_rate(logs):
+        if key == ACCURACY_KEY and not accuracy_is_worth_showing(logs):
             continue
         # Most runs have a reward for every rollout, so a share of 0 says nothing new.
         if key == MISSING_REWARD_KEY and not value:

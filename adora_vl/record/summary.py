@@ -14,7 +14,7 @@ from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
 from adora_vl.record.manifest import python_command
 from adora_vl.record.metrics import METRICS_FILE, log_entry_kind
 from adora_vl.record.progress import (
-    accuracy_differs_from_pass_rate,
+    accuracy_is_worth_showing,
     duration_text,
     no_signal_warning,
 )
@@ -133,9 +133,7 @@ def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
     rows = []
     for key in SUMMARY_KEYS:
         # The accuracy gets a row only if it is not the same as the pass rate.
-        if key == ACCURACY_KEY and not any(
-            accuracy_differs_from_pass_rate(entry) for entry in entries
-        ):
+        if key == ACCURACY_KEY and not any(accuracy_is_worth_showing(entry) for entry in entries):
             continue
         values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:

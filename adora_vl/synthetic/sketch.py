@@ -61,10 +61,10 @@ class Sketch:
         """Draw a line through points."""
         self._canvas.line(*map(_x_and_y, self._positions(path)))
 
-    def circle(self, centre: str, point_on: str) -> None:
+    def circle(self, centre: str, point_on_circle: str) -> None:
         """Draw a circle through a point, with a dot at its centre."""
-        middle, on_circle = self._positions(centre + point_on)
-        self._canvas.circle(_x_and_y(middle), abs(middle - on_circle))
+        middle, point = self._positions(centre + point_on_circle)
+        self._canvas.circle(_x_and_y(middle), radius=abs(middle - point))
         self._canvas.dot(_x_and_y(middle))
 
     def letters(self, names: str) -> None:
@@ -85,11 +85,10 @@ class Sketch:
         middle = (start + end) / 2
         normal = 1j * _unit_vector(end - start)  # at a right angle to the segment
         # The real part of a * conj(b) is the scalar product of two vectors.
-        outward = ((middle - self._centre) * normal.conjugate()).real
-        distance = 0.05 + 0.008 * len(text)
-        if outward < 0:
-            distance = -distance
-        self._label(text, middle + distance * normal)
+        normal_points_inward = ((middle - self._centre) * normal.conjugate()).real < 0
+        outward = -normal if normal_points_inward else normal
+        distance = 0.05 + 0.008 * len(text)  # a longer text needs more room
+        self._label(text, middle + distance * outward)
 
     def angle(self, path: str, text: str, min_distance: float) -> None:
         """Write a text into the angle `ABC` at B, on its bisector.
