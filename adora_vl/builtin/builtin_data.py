@@ -75,7 +75,7 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None) -> 
         columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:
-        # The tiny model was taught a little of puzzles with so many people.
+        # `tiny_text` has learned a little of puzzles with so many people.
         drawn_dataset = describe_puzzles(rows=rows, people=TextStart.people)
     elif name == SYNTHETIC_DATA:
         drawn_dataset = describe_synthetic(rows=rows)

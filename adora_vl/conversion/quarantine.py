@@ -30,10 +30,10 @@ class Quarantine:
     def __init__(self, folder: Path) -> None:
         """Set the folder; the file in it is written with the first refused row."""
         self._folder = folder
-        # The first row with each reason and what is wrong with it, by reason.
-        self._first_faults: dict[str, str] = {}
+        # The id of the first row with each reason, and what is wrong with it.
+        self._first_fault_by_reason: dict[str, str] = {}
         self._row_count = 0
-        self.unusable_count = 0  # rows without leaks, which are usable in themselves
+        self.unusable_count = 0  # of refused rows but leaks: a leak is usable in itself
         self.reason_counts: Counter[str] = Counter()  # rows by the reason why they were refused
 
     def add(self, split: str, error: RowError) -> None:
@@ -60,7 +60,7 @@ class Quarantine:
         fault_by_reason = {fault.reason: fault for fault in (*error.further_faults, error)}
         for reason, fault in fault_by_reason.items():
             self.reason_counts[reason] += 1
-            self._first_faults.setdefault(reason, f"{error.row_id}: {fault.sentence}")
+            self._first_fault_by_reason.setdefault(reason, f"{error.row_id}: {fault.sentence}")
 
     def summary(self) -> dict[str, Any]:
         """Return the counts of refused rows for the manifest.
@@ -103,7 +103,7 @@ class Quarantine:
         reason_lines = []
         for reason, count in self.reason_counts.most_common():
             if reason != LEAK or lists_leaks:
-                first_fault = self._first_faults[reason]
+                first_fault = self._first_fault_by_reason[reason]
                 reason_lines.append(
                     f"{reason}: {pluralize(count, 'row')}, the first is {first_fault}"
                 )

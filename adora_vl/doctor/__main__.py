@@ -209,9 +209,9 @@ def _room_check(run: ResolvedRun) -> Check:
     )
     return check_room(
         Path(config.output_dir),
-        needed=needed_bytes,
+        needed_bytes=needed_bytes,
         checkpoint_bytes=checkpoint_bytes,
-        checkpoints=checkpoint_count,
+        checkpoint_count=checkpoint_count,
     )
 
 

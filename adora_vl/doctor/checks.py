@@ -277,23 +277,25 @@ def check_writable(folder: Path) -> Check:
     return passed(title, str(folder))
 
 
-def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: int) -> Check:
+def check_room(
+    folder: Path, needed_bytes: int, checkpoint_bytes: int, checkpoint_count: int
+) -> Check:
     """Check that the disk has room for a run's folder.
 
     Args:
         folder: The run's folder, which may not exist yet.
-        needed: The most bytes that the run's folder will take.
+        needed_bytes: The most bytes that the run's folder will take.
         checkpoint_bytes: Bytes of one checkpoint.
-        checkpoints: How many checkpoints the folder has at once, with the one being written.
+        checkpoint_count: How many checkpoints the folder has at once, with the one being written.
     """
     title = "output folder has room"
-    free = shutil.disk_usage(closest_existing(folder)).free
+    free_bytes = shutil.disk_usage(closest_existing(folder)).free
     facts = (
-        f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
-        f"{pluralize(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g} at once, "
+        f"{free_bytes / GIB:.3g} GiB free, {needed_bytes / GIB:.3g} needed: "
+        f"{pluralize(checkpoint_count, 'checkpoint')} of {checkpoint_bytes / GIB:.3g} at once, "
         "the model, the record of the rollouts (adora_record_gb)"
     )
-    if free < needed:
+    if free_bytes < needed_bytes:
         return failed(
             title,
             facts,

@@ -34,9 +34,11 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
     candidates: list[NamedParameter] = []
     for name, parameter in model.named_parameters():
         is_of_vision = component_of(name) != LANGUAGE_MODEL
+        if is_of_vision != vision:
+            continue
         is_in_layers = is_of_vision or ".layers." in name
         is_matrix = len(_unsharded_shape(parameter)) >= 2
-        if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
+        if parameter.requires_grad and is_matrix and is_in_layers:
             candidates.append(NamedParameter(name, parameter))
     projector_names = [family.projector_name_parts[0] for family in vision_by_model_type().values()]
     in_projector = []

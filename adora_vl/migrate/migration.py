@@ -194,23 +194,6 @@ class Migration:
         path = self.source.find_path(str(name))
         return str(path or name)
 
-    def split_at_sign(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
-        """Divide names such as `geometry3k@train` at a sign, such as `@`.
-
-        For example, `geometry3k@train` and `mine` give ["geometry3k", "mine"] and ["train"].
-
-        Returns:
-            for each name the part before the sign, and then the different parts after the sign.
-        """
-        names_before: list[str] = []
-        parts_after: list[str] = []
-        for name in names:
-            name_before, matched_sign, part_after = name.partition(sign)
-            names_before.append(name_before)
-            if matched_sign and part_after not in parts_after:
-                parts_after.append(part_after)
-        return names_before, parts_after
-
     def list_unmatched(self) -> None:
         """Add every value that no converter has read to `unmatched`, with what that means."""
         unread_names = self.values.keys() - self.read_names - self.unmatched.keys()
@@ -233,6 +216,24 @@ class Migration:
     def set_method(self) -> None:
         """Set the method to plain GRPO, which the other trainer has; our default is ADORA."""
         self.set_key("adora_method", "grpo", note="theirs; adora for ADORA")
+
+
+def split_at_sign(names: list[str], sign: str) -> tuple[list[str], list[str]]:
+    """Divide names such as `geometry3k@train` at a sign, such as `@`.
+
+    For example, `geometry3k@train` and `mine` give ["geometry3k", "mine"] and ["train"].
+
+    Returns:
+        for each name the part before the sign, and then the different parts after the sign.
+    """
+    names_before: list[str] = []
+    parts_after: list[str] = []
+    for name in names:
+        name_before, matched_sign, part_after = name.partition(sign)
+        names_before.append(name_before)
+        if matched_sign and part_after not in parts_after:
+            parts_after.append(part_after)
+    return names_before, parts_after
 
 
 def to_words(value: object) -> list[str]:

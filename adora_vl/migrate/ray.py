@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adora_vl.migrate.migration import Migration, to_words
+from adora_vl.migrate.migration import Migration, split_at_sign, to_words
 from adora_vl.utils.errors import UserError
 
 # TRL's `loss_type` by what EasyR1 and verl call the way in which the loss is averaged: over all
@@ -278,7 +278,7 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
     """
     files = to_words(migration.get("data.train_files", []))
     # `geometry3k@train` names a split
-    files, splits = migration.split_at_sign(files, "@")
+    files, splits = split_at_sign(files, "@")
     if files:
         migration.set_key(
             "dataset_name", [migration.resolve_path(file) for file in files], "data.train_files"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adora_vl.migrate.migration import LaunchPlan, Migration, to_words
+from adora_vl.migrate.migration import LaunchPlan, Migration, split_at_sign, to_words
 from adora_vl.migrate.trl import copy_equal_keys, set_dataset, sharding_config_name, warn_of_server
 from adora_vl.utils.errors import UserError
 
@@ -86,9 +86,11 @@ def convert_swift(migration: Migration) -> LaunchPlan:
         UserError: the config trains by another method than GRPO.
     """
     migration.defaults = _UNMATCHED_DEFAULTS
-    kind = migration.get("rlhf_type", "grpo")
-    if kind != "grpo":
-        raise UserError(f"CONFIG: rlhf_type: {kind} is not grpo, and nothing else is trained here")
+    method = migration.get("rlhf_type", "grpo")
+    if method != "grpo":
+        raise UserError(
+            f"CONFIG: rlhf_type: {method} is not grpo, and nothing else is trained here"
+        )
     if not migration.get("model"):
         migration.add_remark("model missing: model is not set; write model_name_or_path")
     for name, key in _RENAMED.items():
@@ -105,10 +107,12 @@ def convert_swift(migration: Migration) -> LaunchPlan:
     copy_equal_keys(migration)
     warn_of_server(migration)
     _convert_evaluation(migration)
+    # The name of a file for DeepSpeed may not say how it divides the model.
+    default_sharding = "zero2" if deepspeed else ""
     processes = migration.source.environment.get("NPROC_PER_NODE", "1")
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
-        accelerate_config=sharding_config_name(deepspeed) or ("zero2" if deepspeed else ""),
+        accelerate_config=sharding_config_name(deepspeed) or default_sharding,
     )
 
 
@@ -190,9 +194,9 @@ def _convert_data(migration: Migration) -> None:
     a number of rows. All but the hub and the id may be left out.
     """
     dataset_words = to_words(migration.get("dataset") or [])
-    names, row_counts = migration.split_at_sign(dataset_words, "#")
+    names, row_counts = split_at_sign(dataset_words, "#")
     names = [_without_hub(name) for name in names]
-    names, splits_and_subsets = migration.split_at_sign(names, ":")
+    names, splits_and_subsets = split_at_sign(names, ":")
     splits = [word for word in splits_and_subsets if word in _SPLITS]
     subsets = [word for word in splits_and_subsets if word not in _SPLITS]
     # `set_dataset` reads the names from here, now without what stood around them.

@@ -241,10 +241,10 @@ def disk_lines(plan: DryRunPlan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
     checkpoint_bytes = disk.predict_checkpoint_bytes(config, setup.shape, setup.sharding)
-    checkpoints = disk.max_checkpoint_count(config, plan.run.layout, plan.row_count)
-    if checkpoints == 0:
+    checkpoint_count = disk.max_checkpoint_count(config, plan.run.layout, plan.row_count)
+    if checkpoint_count == 0:
         lines = ["No checkpoints on the way (save_strategy)."]
-    elif checkpoints is None:
+    elif checkpoint_count is None:
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, without a limit to their number "
             "(save_total_limit)."
@@ -254,7 +254,7 @@ def disk_lines(plan: DryRunPlan) -> list[str]:
         folder_bytes = disk.max_run_folder_bytes(
             checkpoint_bytes,
             model_bytes=model_bytes,
-            checkpoint_count=checkpoints,
+            checkpoint_count=checkpoint_count,
             record_gb=config.adora_record_gb,
         )
         lines = [

@@ -46,7 +46,9 @@ _OPTIONAL_BATCH_COLUMNS = ("segments", "age")
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Keeps the rollouts of a step until the step ends, then writes them, before a checkpoint.
 
-    Collective: all ranks call every method, in the same order; the first rank writes.
+    Collective: all ranks call every method, in the same order; the first rank writes. A suffix says
+    a tensor's shape: B rollouts of this rank with C tokens each, N rollouts of all ranks, P groups
+    of G rollouts.
     """
 
     def __init__(
@@ -316,6 +318,8 @@ def _graded_columns(
     function_names: Sequence[str],
 ) -> RecordColumns:
     """Return the record's columns that grading gives, of the N rollouts of all ranks.
+
+    The rollouts are P groups of G, and have the rewards of F functions.
 
     The column `advantage` is 0 until `Recorder.add_final_advantages` fills in the final advantages
     of the rollouts that the loss uses.

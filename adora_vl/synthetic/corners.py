@@ -14,17 +14,19 @@ from adora_vl.synthetic.families import SyntheticProblem
 
 CORNER_NAMES = ("top left", "top right", "bottom left", "bottom right")
 CELLS_PER_SIDE = 8  # into how many cells a side is divided; each corner of the picture is one cell
-# Where a number may begin in a cell of 56 x 56 pixels: the range of x, then of y.
+_PLAIN_SIDE = 56  # pixels of a cell's side; a number is larger or smaller with its cell
+# Where a number may begin in such a cell: the range of x, then of y.
 _NUMBER_START_RANGES = ((9, 18), (8, 17))
+_NUMBER_HEIGHT = 24
 
 
-def draw_corner_cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
+def draw_corner_cell(rng: random.Random, number: int, side: int = _PLAIN_SIDE) -> Image.Image:
     """Draw one corner of a picture, of `side` x `side` pixels: a grey number near its middle."""
     image = Image.new("RGB", (side, side), "white")
     x_range, y_range = _NUMBER_START_RANGES
-    x = rng.randrange(*x_range) * side // 56
-    y = rng.randrange(*y_range) * side // 56
-    font = ImageFont.load_default(size=24 * side / 56)
+    x = rng.randrange(*x_range) * side // _PLAIN_SIDE
+    y = rng.randrange(*y_range) * side // _PLAIN_SIDE
+    font = ImageFont.load_default(size=_NUMBER_HEIGHT * side / _PLAIN_SIDE)
     grey = rng.randrange(0, 90)
     ImageDraw.Draw(image).text((x, y), str(number), fill=(grey, grey, grey), font=font)
     return image
@@ -67,7 +69,7 @@ def corner_number(
     """Draw a problem that asks for the number in one of the picture's corners.
 
     The wrong worked solution (`slip`) has the number of another corner. `size` is the side of the
-    picture in pixels. `level` and `style` are not used: families of problems take them.
+    picture in pixels. `level` and `style` are not used, but every family takes them.
     """
     image, numbers = draw_numbered_corners(rng, size)
     corner, wrong_corner = rng.sample(CORNER_NAMES, 2)

@@ -134,7 +134,7 @@ def polygon_interior_angle(
     sides = rng.choice(sides_of_levels[level - 1])
     # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
-    (x, y) = jitter(rng, (0.5, 0.5))
+    x, y = jitter(rng, (0.5, 0.5))
     radius = rng.uniform(0.38, 0.45)
     turn = math.radians(rng.uniform(-4, 4))
     # Half a step from straight down, so that a side lies at the bottom.

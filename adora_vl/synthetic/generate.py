@@ -45,11 +45,13 @@ def with_distractors(answer: str, wrong_solution: str, count: int, rng: random.R
     for candidate in candidates:
         if len(distractors) == count - 1:
             break
-        completion = f"\\boxed{{{candidate}}}"
+        if not candidate:
+            continue
         # No choice may mean the same as another one: `\frac{1}{2}` and `0.5` do.
-        if candidate and all(
-            grade(completion, choice).verdict != "correct" for choice in (answer, *distractors)
-        ):
+        verdicts = {
+            grade(f"\\boxed{{{candidate}}}", choice).verdict for choice in (answer, *distractors)
+        }
+        if "correct" not in verdicts:
             distractors.append(candidate)
     assert len(distractors) == count - 1, f"{answer!r} has too few variants"
     right_index = rng.randrange(count)
