@@ -28,7 +28,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from adora_vl.utils.hashing import content_hash
 
-_NAME = re.compile(r"[\w.-]{1,80}")
+_DATA_SET_NAME = re.compile(r"[\w.-]{1,80}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def convert(
             the folder `OUTPUT.quarantine` with the unusable rows where these are too many.
     """
     conversion = options or ConversionOptions()
-    if conversion.name is not None and not _NAME.fullmatch(conversion.name):
+    if conversion.name is not None and not _DATA_SET_NAME.fullmatch(conversion.name):
         raise UserError(
             f"name: {conversion.name!r:.60} is not one word of letters, digits, _ . and -; choose "
             "another"

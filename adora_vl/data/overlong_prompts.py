@@ -229,7 +229,8 @@ class PromptLengthFilter:
         if self.limit is None and not self._is_dry_run:
             return range(total)
         count = min(total, self._max_rows or total)
-        return self._keep_usable(self._measure(islice(rows, count), count), total)
+        lengths = self._measure(islice(rows, count), count)
+        return self._keep_usable(lengths, total)
 
     def prompts_to_evaluate(self, rows: Rows, total: int, dataset_suffix: str) -> Sequence[int]:
         """Return the indices of the prompts of an evaluation that are used.
@@ -244,7 +245,8 @@ class PromptLengthFilter:
         """
         if self.limit is None:
             return range(total)
-        return self._usable_indices(self._measure(rows, total), dataset_suffix)
+        lengths = self._measure(rows, total)
+        return self._usable_indices(lengths, dataset_suffix)
 
     def _measure(self, rows: Rows, total: int) -> PromptLengths:
         """Return the lengths of rows, with a progress bar where this process prints warnings."""

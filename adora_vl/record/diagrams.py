@@ -78,13 +78,11 @@ class DiagramStore:
         digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
         digest.update(image.tobytes())
         path = self.folder / f"{digest.hexdigest()[:16]}.png"
-        if not path.exists() and self._used_bytes() < self.limit_bytes:
+        bytes_before = self._used_bytes()
+        if not path.exists() and bytes_before < self.limit_bytes:
             self.folder.mkdir(parents=True, exist_ok=True)
             small_image = image.convert("RGB")
             small_image.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
-            # This may be the first call, which counts the folder. It has to come before the new
-            # file, which would otherwise count twice.
-            bytes_before = self._used_bytes()
             png_notes = PngInfo()
             png_notes.add_text(_SIZE_NOTE_KEY, f"{image.width} {image.height}")
             # Nothing waits for the disk, since a diagram that is lost in a crash does no harm.

@@ -43,17 +43,17 @@ class MicroBatchMeans:
     """
 
     def __init__(self, config: AdoraGRPOConfig, metrics: Mapping[str, list[float]]) -> None:
-        """Build the object.
+        """Begin without any metric.
 
         Args:
-            config: the run's config.
+            config: the run's config. It decides which metrics are means over rollouts.
             metrics: TRL's `_metrics` of a training: the values of each metric since the last line
                 of the log.
         """
         self._metrics = metrics
         self._weighted_values_by_name: dict[str, list[_WeightedValue]] = {}
         # Names of metrics that weigh a micro-batch by its rollouts. All others weigh it by the
-        # tokens that the loss counts. For some the config decides.
+        # tokens that the loss counts.
         self._names_weighed_by_rollouts = set(_MEANS_OVER_ROLLOUTS)
         if config.importance_sampling_level == "sequence":
             self._names_weighed_by_rollouts.update(_RATIO_MEANS)
