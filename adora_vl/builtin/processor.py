@@ -70,7 +70,7 @@ def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """Return the processor class of a family with this tokenizer.
+    """Return a processor of the family's own class around this tokenizer.
 
     It takes images from one token up to 448 x 448 pixels. `family`: a `model_type`, such as
     `qwen3_vl`.
@@ -79,17 +79,17 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     assert vision is not None
     # A token has 2 x 2 patches.
     image_settings: dict[str, Any] = {"patch_size": vision.token_side // 2}
-    processor: Any = Qwen2_5_VLProcessor
-    video: Any = transformers.Qwen2VLVideoProcessor
+    processor_class: Any = Qwen2_5_VLProcessor
+    video_class: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):
         image_settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
-        processor = transformers.Qwen3VLProcessor
-        video = transformers.Qwen3VLVideoProcessor
-    return processor(
+        processor_class = transformers.Qwen3VLProcessor
+        video_class = transformers.Qwen3VLVideoProcessor
+    return processor_class(
         image_processor=transformers.Qwen2VLImageProcessor(
             min_pixels=vision.token_side**2, max_pixels=MAX_PIXELS, **image_settings
         ),
         tokenizer=tokenizer,
-        video_processor=video(),
+        video_processor=video_class(),
         chat_template=CHAT_TEMPLATE,
     )

@@ -9,6 +9,7 @@ from PIL import Image
 from adora_vl.synthetic.drawing import Box, Canvas, Point, Style, font_pixels
 
 LETTERED_FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
+_SQUARE_SIDE = 0.05  # of the mark of a right angle, as a share of the picture
 _POINT_RANGE = (0.15, 0.85)  # where x and y of the points may lie; letters stand outside of it
 
 
@@ -105,8 +106,9 @@ class Sketch:
     def right_angle(self, path: str) -> None:
         """Draw the small square in the right angle `ABC` at B."""
         corner, first_side, second_side = self._directions(path)
-        square_corners = (first_side, first_side + second_side, second_side)  # from the angle's
-        self._canvas.line(*(_x_and_y(corner + 0.05 * offset) for offset in square_corners))
+        # The three other corners of the square, seen from the corner of the angle.
+        offsets = (first_side, first_side + second_side, second_side)
+        self._canvas.line(*(_x_and_y(corner + _SQUARE_SIDE * offset) for offset in offsets))
 
     def _directions(self, path: str) -> tuple[complex, complex, complex]:
         """Return the corner B of the angle `ABC`, and the directions of its two sides."""
