@@ -144,7 +144,7 @@ def _features_from_card(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-def row_count(path: Path) -> int:
+def parquet_row_count(path: Path) -> int:
     """Return how many rows a Parquet file has, by its metadata."""
     with _user_errors_for(path):
         return int(pq.read_metadata(path).num_rows)

@@ -19,7 +19,7 @@ from adora_vl.conversion.formats import (
     TEXT_TABLES,
     format_of,
     open_table,
-    row_count,
+    parquet_row_count,
 )
 from adora_vl.conversion.leakage import without_punctuation
 from adora_vl.conversion.pictures import ImageSource, PictureError, picture_bytes
@@ -185,9 +185,10 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     for file in files:
         name = format_of(file).removeprefix(".")
         formats.add("save_to_disk" if name == SAVED_DATASET else name)
-    row_counts = {}
+    row_counts: dict[str, int] = {}
     if formats == {"parquet"}:  # its metadata has the number of rows
-        row_counts = {split: sum(map(row_count, files_of_split[split])) for split in tables}
+        for split in tables:
+            row_counts[split] = sum(parquet_row_count(file) for file in files_of_split[split])
     return OpenedDataset(
         format="+".join(sorted(formats)), tables_by_split=tables, row_counts=row_counts
     )

@@ -128,7 +128,8 @@ def assessment_metrics(
 ) -> dict[str, float]:
     """Return the metrics of all rollouts that were graded, by their names in the log.
 
-    They are those of stock TRL, those of ADORA, and those that the reward functions log.
+    They are those of stock TRL, those of ADORA, and those that the reward functions log. The
+    suffixes are N for the rollouts, which are P groups of G, and F for the reward functions.
 
     Args:
         assessment: the groups of all ranks, with ADORA's weights.

@@ -18,7 +18,7 @@ from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.utils.errors import UserError
 
 
-def gather_texts(prompts: list[Any]) -> list[Any]:
+def gather_prompts(prompts: list[Any]) -> list[Any]:
     """Gather prompts, which are texts or conversations, from all ranks. Collective.
 
     Images in conversations are replaced by `{"type": "image"}`, so that none is sent.
@@ -118,7 +118,7 @@ def add_rows(
     facts = scored_groups.facts
     assessment = scored_groups.assessment
     group_size = assessment.trl_advantages_PG.shape[1]
-    table["prompt"].extend(gather_texts(unscored_groups.prompts.messages))
+    table["prompt"].extend(gather_prompts(unscored_groups.prompts.messages))
     table["completion"].extend(gather_object(unscored_groups.completions))
     table["images"].extend(gather_object(images))
     unify_message_contents(table["prompt"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.record.diagrams import read_original_size
 from adora_vl.record.record_files import IMAGES_FOLDER, ROLLOUTS_FOLDER
 from adora_vl.tools.calls import CallError, find_calls, read_call, remove_calls
@@ -16,7 +17,6 @@ Json = dict[str, Any]
 # The arguments of this package's tools that are points of a picture, x and y of each; the two
 # points of `zoom` are corners of a region
 _POINT_ARGUMENTS = (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("x3", "y3"))
-_PLACEHOLDER = "<image>"
 
 
 class TurnReader:
@@ -55,7 +55,7 @@ class TurnReader:
                 text = remove_calls(text)
             else:
                 # a line of the placeholder stands for a picture, which the page shows instead
-                lines = [line for line in text.splitlines() if line != _PLACEHOLDER]
+                lines = [line for line in text.splitlines() if line != IMAGE_PLACEHOLDER]
                 text = "\n".join(lines)
             turns.append({**turn, "text": text, "calls": calls})
             pictures += turn["images"]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from adora_vl.checkpoint.run_files import read_run_manifest
 from adora_vl.checkpoint.store import MANIFEST_FILE
-from adora_vl.data.prompts import with_letters
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER, with_letters
 from adora_vl.record.manifest import describe_run
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.record.progress import no_signal_warning
@@ -223,7 +223,7 @@ def _problem_to_json(row: Json) -> Json:
     """Return the problem of a recorded rollout as the page's JSON has it."""
     return {
         # the page shows the pictures beside the text
-        "problem": _truncate((row["problem"] or "").replace("<image>", "").strip()),
+        "problem": _truncate((row["problem"] or "").replace(IMAGE_PLACEHOLDER, "").strip()),
         "choices": [_truncate(choice) for choice in with_letters(row["choices"] or ())],
         "answer": _truncate(row["answer"]),
         "images": row["images"] or [],

@@ -402,7 +402,7 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
-    """`gather_texts` leaves images out of conversations, and changes no other column."""
+    """`gather_prompts` leaves images out of conversations, and changes no other column."""
     image = as_image_with_digest(Image.new("RGB", (8, 8)))
     prompt: Any = [
         {
@@ -411,11 +411,11 @@ def test_what_is_no_conversation_is_gathered_as_it_is():
         }
     ]
     separate = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
-    assert trackers.gather_texts([prompt]) == [separate]
+    assert trackers.gather_prompts([prompt]) == [separate]
     assert prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
     for values in plain:
-        assert trackers.gather_texts(values) == values
+        assert trackers.gather_prompts(values) == values
 
 
 def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
