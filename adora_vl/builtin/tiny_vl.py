@@ -130,9 +130,7 @@ def language_settings(
 
 
 def build_config(
-    tokenizer: PreTrainedTokenizerBase,
-    family: str = DEFAULT_FAMILY,
-    size: ModelSize = SHIPPED_SIZE,
+    tokenizer: PreTrainedTokenizerBase, family: str, size: ModelSize = SHIPPED_SIZE
 ) -> Any:
     """Return the Transformers config of a small model.
 
@@ -385,7 +383,7 @@ def prepare_tiny(
 
 def build_tiny_model(
     folder: Path,
-    plan: WarmStart | None = None,
+    plan: WarmStart,
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> dict[str, object]:
@@ -394,4 +392,4 @@ def build_tiny_model(
     Returns the content of `build.json` in that folder: the plan, final losses and versions.
     """
     prepare = partial(prepare_tiny, family=family, size=size)
-    return train_and_save(folder, plan or WarmStart(), prepare)
+    return train_and_save(folder, plan, prepare)

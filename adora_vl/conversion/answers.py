@@ -53,7 +53,7 @@ class TableAnswer(NamedTuple):
 
 
 def read_answer(
-    record: Record, columns: Columns, row_error: MakeRowError, has_truth_values: bool = False
+    record: Record, columns: Columns, row_error: MakeRowError, *, has_truth_values: bool
 ) -> TableAnswer:
     """Return the reference answer of a record, however its table spells it.
 
@@ -94,8 +94,8 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
        sentence is the answer
     4. any other text is the answer itself
 
-    Before these rules the text is what stands inside of `<answer>`, if it is such a block, and
-    behind a block of thinking.
+    Before that, the tags of a text that is a single `<answer>` block are removed, and so is all
+    text up to the last `</think>`.
     """
     answer_block = _ANSWER_BLOCK.fullmatch(text)
     if answer_block:

@@ -276,8 +276,8 @@ def columns_from_words(words: Sequence[str]) -> Columns:
     """
     mapping: dict[str, str] = {}
     for word in words:
-        name, sign, column = word.partition("=")
-        if not sign or not name:
+        name, equals_sign, column = word.partition("=")
+        if not equals_sign or not name:
             raise UserError(f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question")
         if name in mapping:
             raise UserError(

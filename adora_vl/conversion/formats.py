@@ -271,7 +271,7 @@ def _parse_header(first_lines: str, delimiter: str) -> list[str]:
 
     `first_lines` begin with the header. Returns [] where they cannot be read with this delimiter.
     """
-    with suppress(csv.Error):  # a quote that only another sign closes
+    with suppress(csv.Error):  # a quoted cell has no end where another delimiter stands behind it
         rows = _csv_reader(io.StringIO(first_lines, newline=""), delimiter)
         return [name.strip() for name in next(rows, [])]
     return []

@@ -122,7 +122,7 @@ def commit_of(name: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi
 
-    # Without a network the library would try for minutes, unless it is told so.
+    # Where the hub does not answer, this switches it off: the library would try for minutes.
     hub_unavailable_reason()
     return str(HfApi().dataset_info(name, revision=revision).sha)
 

@@ -24,9 +24,9 @@ _REPEATED_KEY_REMEDY = f"keep the right value in {ROW_LOCATION}"
 def open_json(path: Path, columns: Columns) -> Table:
     """Open a table of JSON, and learn its columns from its first records.
 
-    The suffix of its name and its first sign say how the file is read:
+    The suffix of its name and its first character say how the file is read:
 
-        .jsonl, .json with any other first sign     one object a line
+        .jsonl, .json with any other character      one object a line
         .json that begins with `[`                  one list of objects
         .json that begins with `{`                  one object that holds the rows, unless the first
                                                     line is an object and another line follows
@@ -144,7 +144,7 @@ class _ListItem(NamedTuple):
 
     value: Any
     is_last: bool  # a `]` follows it, and not a comma
-    text_behind: str  # without that sign
+    text_behind: str  # without that `]` or comma
 
 
 def _first_item(text: str, decoder: json.JSONDecoder, *, is_end_of_file: bool) -> _ListItem | None:
@@ -157,16 +157,16 @@ def _first_item(text: str, decoder: json.JSONDecoder, *, is_end_of_file: bool) -
     try:
         value, item_end = decoder.raw_decode(text)
         text_behind = text[item_end:].lstrip()
-        sign = text_behind[:1]
+        mark = text_behind[:1]
         # An item counts only once the `,` or `]` behind it is read: a number at the end of a piece
         # may go on in the next piece.
-        if sign not in (",", "]"):
+        if mark not in (",", "]"):
             raise json.JSONDecodeError("Expecting ',' delimiter", text, item_end)
     except ValueError:
         if is_end_of_file:
             raise
         return None
-    return _ListItem(value, is_last=sign == "]", text_behind=text_behind[1:].lstrip())
+    return _ListItem(value, is_last=mark == "]", text_behind=text_behind[1:].lstrip())
 
 
 def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:

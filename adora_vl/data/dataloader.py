@@ -151,7 +151,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         # A copy for each, since a row that comes several times is read once.
         return [dict(read_row(later_by_number[number])) for number in row_numbers]
 
-    def drop_ahead_rows(self, keep: Collection[int] = ()) -> None:
+    def drop_ahead_rows(self, keep: Collection[int]) -> None:
         """Drop rows that were read ahead for a batch, except those with the indices `keep`."""
         self._ahead_rows = {index: row for index, row in self._ahead_rows.items() if index in keep}
 

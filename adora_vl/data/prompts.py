@@ -300,7 +300,7 @@ def find_control_token(value: object, tokens: Sequence[str] = CONTROL_TOKENS) ->
 _MESSAGE_EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
-def fault_in_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+def fault_in_messages(prompt: object, tokens: Sequence[str]) -> str | None:
     """Return what makes a finished prompt unusable, as a sentence, or None where nothing does.
 
     A finished prompt contains what templates, tools and environments have put into it.

@@ -78,7 +78,7 @@ def tokenizer_counter(
     return count
 
 
-def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TokenCounter:
+def message_counter(processor: ProcessorMixin, options: TemplateOptions) -> TokenCounter:
     """Return a counter of prompts that TRL takes, texts or messages, tokenized as TRL does.
 
     `options` are further arguments of the chat template.

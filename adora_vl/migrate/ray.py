@@ -372,9 +372,9 @@ def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
 def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
     """Add a remark on how to evaluate during training, since that cannot be converted.
 
-    An evaluation of this package needs a folder of problems that data_prep has prepared. The other
-    trainer's steps from one evaluation to the next are -1 for none.
+    An evaluation of this package needs a folder of problems that data_prep has prepared.
     """
+    # -1 without evaluations
     steps_between = int(migration.get_mapped("STEPS_PER_EVALUATION"))
     files = to_words(migration.get("data.val_files", []))
     evaluates_at_start = bool(migration.get("trainer.val_before_train", True))

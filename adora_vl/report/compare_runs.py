@@ -413,7 +413,7 @@ def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
 def _caution_lines(set_a: RunSet, set_b: RunSet) -> list[str]:
     """Return warnings that a reader has to know before believing the table.
 
-    They are notes on the runs, how their scores differ beside the model, and unequal seeds.
+    They are notes on the runs, unequal seeds, and differences of the evaluations.
     """
     runs = (*set_a.runs, *set_b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]

@@ -141,7 +141,6 @@ def triangle_angle(
             answer=str(angle_c),
             working=working,
             wrong_answer=str(angle_a + angle_b),
-            shapes=("Triangle",),
         )
     x = rng.randrange(5, 21)
     # The angles at A and B are written as `factor * x + rest`, with a rest of 0 or more.
@@ -162,7 +161,6 @@ def triangle_angle(
         answer=str(x),
         working=working,
         wrong_answer=str(180 - angle_c),
-        shapes=("Triangle",),
     )
 
 
