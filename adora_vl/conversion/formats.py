@@ -98,14 +98,14 @@ def open_table(path: Path, columns: Columns) -> Table:
         if table.column_names:  # else it is empty, which is reported when its rows are counted
             require_columns(columns, table.column_names, repr(path.name))
         # What the file itself says of its classes comes before what a card beside it says.
-        names = class_names(columns, {**_features_from_card(path), **features})
+        names_by_column = class_names(columns, {**_features_from_card(path), **features})
 
     def read_chosen_columns() -> PositionedRecords:
         """Yield each row with its position and its wanted columns, or what is wrong with it."""
         with _user_errors_for(path):
             for position, record in table.read_records():
                 if isinstance(record, dict):
-                    record = pick_columns(record, columns, names)
+                    record = pick_columns(record, columns, names_by_column)
                 yield position, record
 
     return table._replace(read_records=read_chosen_columns)

@@ -168,9 +168,9 @@ def _read_stream(stream: IterableDataset, columns: Columns, location: str) -> Po
     `location` names the stream in messages. Raises `UserError` where the stream breaks off.
     """
     try:
-        names = class_names(columns, stream.features or {})
+        names_by_column = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
-            yield f"row {number}", pick_columns(record, columns, names)
+            yield f"row {number}", pick_columns(record, columns, names_by_column)
     except Exception as error:  # errors of the hub's library, of the network, of the file system
         raise UserError(
             f"input: {location} broke off ({describe_error(error):.300}); start again, what was "

@@ -110,10 +110,10 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
     @contextmanager
     def _charged_to(self, name: str) -> Iterator[None]:
-        """Charge the time inside a `with` to a phase, as `phase` does."""
+        """Charge the time inside a `with` to a phase, as `phase` does; the memory is not noted."""
         is_outside_of_steps = not self._open_phases
         if is_outside_of_steps or self._open_phases[-1] in (name, EVALUATION_PHASE):
-            yield
+            yield  # the time goes on counting as before
             return
         self.enter_phase(name)
         try:

@@ -420,10 +420,8 @@ def _caution_lines(set_a: RunSet, set_b: RunSet) -> list[str]:
     for benchmark in _shared_benchmarks(set_a, set_b):
         scores = [run.scores[benchmark] for run in runs]
         lines += comparability_warnings(scores)
-        if any(
-            score.accuracy_by_version_id.keys() != scores[0].accuracy_by_version_id.keys()
-            for score in scores
-        ):
+        scored_problems = [score.accuracy_by_version_id.keys() for score in scores]
+        if any(problems != scored_problems[0] for problems in scored_problems):
             lines.append(
                 f"warning: the runs do not have the same problems of {benchmark}; the common ones "
                 "are compared"

@@ -168,6 +168,7 @@ def puzzle_row(
         "shapes": [],
         "family": f"{people} people",
         "kind": "",
+        "solution": f"\\boxed{{{answer}}}",
         "slip": wrong_answer,
     }
     return {
@@ -179,7 +180,7 @@ def puzzle_row(
         "choices": None,
         "split": split,
         "source": "knights",
-        "meta": {**meta, "solution": f"\\boxed{{{answer}}}"},
+        "meta": meta,
     }
 
 
