@@ -139,8 +139,8 @@ def pictures_in_cell(value: object) -> list[Any]:
         with suppress(ValueError, RecursionError):
             items = read_json(value)
             return items if isinstance(items, list) else [value]
-    if isinstance(value, str) and len(value) <= _LONGEST_PATH and value[:5].lower() != "data:":
-        paths = [path for path in _BETWEEN_PATHS.split(value.strip()) if path]
+    if isinstance(value, str):
+        paths = [path for path in _BETWEEN_PATHS.split(_path_of_picture(value)) if path]
         if len(paths) > 1 and all(map(_PICTURE_SUFFIX.search, paths)):
             return paths
     return [value]

@@ -181,7 +181,8 @@ def held_out_rows(set_a: RunSet, set_b: RunSet) -> list[ComparedMetric]:
             rows.append(ComparedMetric(metric, over_seeds))
         rows.append(ComparedMetric(metric, over_problems))
         # Without an interval the row over seeds decides nothing, and is only shown in the table.
-        if over_seeds.low is None and min(len(set_a.runs), len(set_b.runs)) > 1:
+        both_have_several_runs = min(len(set_a.runs), len(set_b.runs)) > 1
+        if over_seeds.low is None and both_have_several_runs:
             rows.append(ComparedMetric(metric, over_seeds))
     return rows
 
