@@ -53,7 +53,7 @@ def open_hub(
             hub_prefix=f"hf://datasets/{name}@{commit}/", download=_download_file
         )
         for our_split, hub_split in chosen.items():  # the split's name here, and on the hub
-            stream = loaded[hub_split].decode(False)  # pictures stay encoded
+            stream = loaded[hub_split].decode(enable=False)  # pictures stay encoded
             if stream.column_names is None:  # only the first rows say which columns there are
                 stream = stream._resolve_features()
             require_columns(columns, stream.column_names, f"split {hub_split!r} of {name!r}")

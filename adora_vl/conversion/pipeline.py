@@ -150,7 +150,7 @@ def _answer_warnings(row: Row) -> dict[str, str]:
         "letter": is_letter and _OPTIONS_IN_TEXT.search(problem) is None,
         "signs": has_signs and reference.reason == "not_read",
     }
-    example = f"{row['id']} ({short_repr(raw_answer, 40)})"
+    example = f"{row['id']} ({short_repr(raw_answer, max_characters=40)})"
     for name, is_met in conditions.items():
         if is_met:
             warnings[name] = example

@@ -253,7 +253,7 @@ def _row_warnings(
     if parts.options.name_images:
         warnings["options"] = row_id
     if parts.answer.was_extracted:  # words such as `The answer is` stood before it
-        warnings["stated"] = f"{row_id} ({short_repr(parts.answer.text, 40)})"
+        warnings["stated"] = f"{row_id} ({short_repr(parts.answer.text, max_characters=40)})"
     if parts.pictures.respelled:
         warnings["spelling"] = f"{row_id} ({parts.pictures.respelled})"
     if context.format_guess:

@@ -195,8 +195,8 @@ def right_triangle_hypotenuse(
     top = rng.uniform(0.04, 0.1)
     end = rng.uniform(0.9, 0.97)
     canvas.line((x, y), (x, top), (end, y), closed=True)
-    canvas.label(str(down), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
-    canvas.label(str(across), jitter(rng, ((x + end) / 2, y + 0.8 * margin), 0.02))
+    canvas.label(str(down), jitter(rng, (x - 0.55 * margin, (y + top) / 2), max_offset=0.02))
+    canvas.label(str(across), jitter(rng, ((x + end) / 2, y + 0.8 * margin), max_offset=0.02))
     square = across**2 + down**2
     root = math.isqrt(square)
     is_whole = root * root == square

@@ -57,37 +57,37 @@ class Statement(NamedTuple):
 KNIGHT = "telling-truth"
 KNAVE = "lying"
 _STATEMENT_KINDS = (
-    Statement("{0} is a knight", 1, lambda first: (KNIGHT, first)),
-    Statement("{0} is a knave", 1, lambda first: (KNAVE, first)),
+    Statement("{0} is a knight", people=1, claim=lambda first: (KNIGHT, first)),
+    Statement("{0} is a knave", people=1, claim=lambda first: (KNAVE, first)),
     Statement(
         "{0} and {1} are both knights",
-        2,
-        lambda first, second: ("and", (KNIGHT, first), (KNIGHT, second)),
+        people=2,
+        claim=lambda first, second: ("and", (KNIGHT, first), (KNIGHT, second)),
     ),
     Statement(
         "{0} and {1} are both knaves",
-        2,
-        lambda first, second: ("and", (KNAVE, first), (KNAVE, second)),
+        people=2,
+        claim=lambda first, second: ("and", (KNAVE, first), (KNAVE, second)),
     ),
     Statement(
         "{0} is a knight or {1} is a knave",
-        2,
-        lambda first, second: ("or", (KNIGHT, first), (KNAVE, second)),
+        people=2,
+        claim=lambda first, second: ("or", (KNIGHT, first), (KNAVE, second)),
     ),
     Statement(
         "{0} and {1} are of the same kind",
-        2,
-        lambda first, second: ("<=>", (KNIGHT, first), (KNIGHT, second)),
+        people=2,
+        claim=lambda first, second: ("<=>", (KNIGHT, first), (KNIGHT, second)),
     ),
     Statement(
         "exactly one of {0} and {1} is a knight",
-        2,
-        lambda first, second: ("<=>", (KNIGHT, first), (KNAVE, second)),
+        people=2,
+        claim=lambda first, second: ("<=>", (KNIGHT, first), (KNAVE, second)),
     ),
     Statement(
         "if {0} is a knight, then {1} is a knave",
-        2,
-        lambda first, second: ("->", (KNIGHT, first), (KNAVE, second)),
+        people=2,
+        claim=lambda first, second: ("->", (KNIGHT, first), (KNAVE, second)),
     ),
 )
 

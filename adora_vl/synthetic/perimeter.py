@@ -54,8 +54,8 @@ def perimeter_digit(
     canvas.line(
         (x, y), (x, top), (rng.uniform(0.75, 0.85), rng.uniform(0.1, 0.2)), (right, y), closed=True
     )
-    canvas.label(str(sides[0]), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
-    canvas.label(str(sides[1]), jitter(rng, ((x + right) / 2, y + 0.8 * margin), 0.02))
+    canvas.label(str(sides[0]), jitter(rng, (x - 0.55 * margin, (y + top) / 2), max_offset=0.02))
+    canvas.label(str(sides[1]), jitter(rng, ((x + right) / 2, y + 0.8 * margin), max_offset=0.02))
     question = (
         f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
     )
