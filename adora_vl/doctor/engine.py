@@ -177,7 +177,8 @@ class EngineChecker(EngineProbe):
         """Add more and more noise to a weight, until the policy's log-probabilities change clearly.
 
         `set_noise` replaces the weight by its old value plus noise of a scale. Returns by how much
-        the policy's log-probabilities of `rollouts` have changed, as a mean in nats per token.
+        the policy's log-probabilities of `rollouts` (B rollouts of up to C tokens) have changed, as
+        a mean in nats per token.
         """
         logps_before_BC = self.engine_and_policy.policy_logps(rollouts)
         policy_change = 0.0

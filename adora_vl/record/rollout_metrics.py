@@ -57,7 +57,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
 
 
 def _may_tie_P(weighting: AdoraWeighting) -> Tensor:
-    """Return which of the P groups could be ties of length, bool, (P,).
+    """Return which of the P groups of G rollouts could be ties of length, bool, (P,).
 
     A tie needs correct and wrong rollouts whose lengths are compared. Only groups that ADORA calls
     temporarily disadvantageous (`tds_P`) count, since a tie makes a group disadvantageous.
@@ -117,7 +117,8 @@ def learned_metrics(advantages: Advantages) -> dict[str, float]:
 
     They are the mean reward and what the methods (ADORA and others) report of themselves.
     """
-    rewards_PG = advantages.assessment.groups.rewards_PG  # NaN where a rollout has no reward
+    # of P groups of G rollouts; NaN where a rollout has no reward
+    rewards_PG = advantages.assessment.groups.rewards_PG
     learned_reward = torch.nanmean(rewards_PG).item()
     metrics = {"learned_reward": learned_reward, **advantages.metrics}
     return {f"adora/{name}": value for name, value in metrics.items()}
@@ -204,6 +205,6 @@ def tool_metrics(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
 
 
 def _mean_and_deviation(rewards_N: Tensor, mean_name: str, deviation_name: str) -> dict[str, float]:
-    """Return mean and standard deviation of the rewards that are not NaN, under these two names."""
+    """Return mean and standard deviation of N rewards under these two names; NaN is left out."""
     mean = torch.nanmean(rewards_N)
     return {mean_name: mean.item(), deviation_name: nan_standard_deviation(rewards_N, mean).item()}

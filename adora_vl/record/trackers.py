@@ -107,7 +107,8 @@ def add_rows(
     Args:
         table: the trainer's `_logs`.
         unscored_groups: the prompts and completions of this rank.
-        scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
+        scored_groups: rewards, lengths and advantages of the rollouts of all ranks. The suffixes
+            are N for the rollouts, which are P groups of G, and F for the reward functions.
         images: the images of this rank, one entry a row; empty where no tracker shows them.
         function_names: the names of the reward functions.
         is_training: whether the policy learns from the rollouts; False in an evaluation, whose
