@@ -407,7 +407,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """
         accelerator = self.engine_and_policy.accelerator
         with (
-            self.generation_sampler.guard.ending_run_without_servers(),
+            self.generation_sampler.guard.ending_run_if_no_server_is_left(),
             self.engine_and_policy.sampler.awake(),
         ):
             answers_by_task = [self._answer(task) for task in self.plan.tasks]

@@ -41,7 +41,7 @@ def use_own_classes_in_trl(
     engine_class = partial(
         AdoraVLLMGeneration,
         settings=engine_settings(run.config, run.model.revision),
-        timed=engine_phase,
+        count_seconds=engine_phase,
     )
     with ExitStack() as replacements:
         replacements.enter_context(

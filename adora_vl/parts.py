@@ -67,7 +67,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import RecomputedLayers, activation_memory_of, card_bytes
+from adora_vl.training.recompute import RecomputedLayers, activation_memory_of, gpu_bytes
 from adora_vl.training.refill import Refill
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
@@ -352,7 +352,7 @@ class StepParts:
             model=self._trainer.model,
             shape=lambda: self._run.shape,
             sharding=self._run.context.sharding,
-            read_card=partial(card_bytes, device) if device.type == "cuda" else None,
+            read_gpu_bytes=partial(gpu_bytes, device) if device.type == "cuda" else None,
         )
 
     @cached_property

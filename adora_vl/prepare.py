@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from adora_vl.preflight.resolved_run import ResolvedRun
 
 
-def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "lock") -> ResolvedRun:
+def prepare(cli_args: CliArgs, output_dir_mode: OutputDirMode = "lock") -> ResolvedRun:
     """Make all checks of a command's run, before a weight is loaded, and return what they found.
 
-    `output_dir`: `lock` locks the folder for the run and prints its first lines; other modes only
-    look at the folder. Raises `UserError` for what a check refuses.
+    `output_dir_mode`: `lock` locks `output_dir` for the run and prints the first lines of the run;
+    other modes only look at the folder. Raises `UserError` for what a check refuses.
     """
     prepare_engine_environment()
     use_expandable_segments()
@@ -26,8 +26,9 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "lock") -> ResolvedRu
     from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
-    run = run_checks(request, RunContext.of_launch(request.config, output_dir_mode=output_dir))
-    if output_dir == "lock" and run.request.is_main_process:
+    context = RunContext.of_launch(request.config, output_dir_mode=output_dir_mode)
+    run = run_checks(request, context)
+    if output_dir_mode == "lock" and run.request.is_main_process:
         print("\n".join(run.lines_before_start()), flush=True)
     return run
 

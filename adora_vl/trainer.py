@@ -59,7 +59,6 @@ from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
 from adora_vl.preflight.python_inputs import AnyDatasets, Datasets
 from adora_vl.preflight.request import (
-    ModelSource,
     RunRequest,
     copy_or_default_config,
     model_source,
@@ -179,25 +178,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
-            config = copy_or_default_config(args, model)
-            refuse_unsupported_arguments(
-                train_dataset,
-                reward_funcs=reward_funcs,
-                rollout_func=rollout_func,
-                has_environments=bool(environment_factory or config.environment_factory),
-            )
             run = self._check_run(
-                config,
-                source=model_source(
-                    model,
-                    config=config,
-                    processor=processing_class,
-                    peft_config=peft_config,
-                    quantization_config=quantization_config,
-                ),
+                copy_or_default_config(args, model),
+                model=model,
+                processor=processing_class,
+                peft_config=peft_config,
+                quantization_config=quantization_config,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 rewards=reward_funcs,
+                rollout_func=rollout_func,
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
@@ -226,23 +216,42 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.parts = self._build_parts(clock)
         self._replace_callbacks()
 
-    def _check_run(
+    def _check_run(  # noqa: PLR0913  # the parameters of the trainer
         self,
         config: AdoraGRPOConfig,
-        source: ModelSource,
+        *,
+        model: str | PreTrainedModel,
+        processor: ProcessorMixin | None,
+        peft_config: object,
+        quantization_config: object,
         train_dataset: Dataset | IterableDataset | None,
         eval_dataset: AnyDatasets | None,
         rewards: object,
+        rollout_func: object,
         tools: Sequence[str | Callable[..., Any]],
         environment_factory: Callable[[], object] | None,
     ) -> ResolvedRun:
         """Make all checks of a run from Python, before its weights are loaded.
 
-        The arguments are those of a `RunRequest`. Without a training set environments say the
-        problems. Raises `UserError`, in one line, for what cannot work.
+        The arguments are those of the trainer. If `train_dataset` is None, the prompts are empty,
+        and the `reset` of each environment says its problem. Raises `UserError`, in one line, for
+        what cannot work.
         """
+        refuse_unsupported_arguments(
+            train_dataset,
+            reward_funcs=rewards,
+            rollout_func=rollout_func,
+            has_environments=bool(environment_factory or config.environment_factory),
+        )
+        source = model_source(
+            model,
+            config=config,
+            processor=processor,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+        )
         if config.use_vllm:
-            # The policy samples by this method in runs without an engine.
+            # Only a run without an engine samples by this method.
             _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
         context = RunContext.of_launch(config, output_dir_mode="ignore")
         if train_dataset is None:
@@ -394,7 +403,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
         drawn_groups = generation_sampler.draw(generation, inputs)
         # A run that dies before it learns from this generation resumes at this point.
-        pool.begin_step(generation)
+        pool.remember_state_before_step(generation)
         with generation_sampler.sampling():
             # 2. Schedule: which groups begin or go on, and for how many tokens.
             generation_sampler.schedule(generation, drawn_groups)
@@ -604,18 +613,17 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return evaluation_loss
         # The number of micro-batches of this generation that were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
-        # Adds or removes `old_per_token_logps`, from which TRL takes the ratio of new to old
-        # policy.
-        parts.generation_logps.old_logps.prepare_loss(micro_batch, micro_step)
-        # This is read before TRL's loss, which changes an adaptive coefficient at the end of a
-        # step.
+        # The column `old_per_token_logps`, from which TRL takes the ratio of new to old policy.
+        parts.generation_logps.old_logps.set_or_remove_column(micro_batch, micro_step)
+        # The entropy bonus that TRL adds below. It is read before TRL's loss, which changes an
+        # adaptive coefficient at the end of a step.
         trl_bonus = parts.entropy_bonus.trl_bonus(
             self.entropy_coef,
             last_entropy=self._last_world_entropy,
             micro_batches_per_step=self.current_gradient_accumulation_steps,
         )
-        # Called between the policy's pass and the rest of TRL's loss. It adds the ratio to the
-        # engine.
+        # Called between the policy's pass and the rest of TRL's loss, it adds the column of the
+        # ratio to the engine.
         add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro_batch, micro_step)
         with (
             parts.policy_pass.watch(micro_batch, add_to_loss) as watched_pass,
@@ -623,14 +631,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         ):
             loss: Tensor = super()._compute_loss(model, micro_batch)
         entropies_BC = cast("Tensor", watched_pass.entropies_BC)  # TRL's loss asks for them
-        # A micro-batch has this column if it is weighed by its tokens. With the auxiliary loss of a
-        # mixture of experts `loss` is more than the policy loss, so TRL's own metric stays.
+        # A micro-batch has this column if it is weighed by its tokens. The loss of a mixture of
+        # experts contains an auxiliary loss, so TRL's own metric of the policy loss stays.
         if "share_of_tokens" in micro_batch and not self.aux_loss_enabled:
             self._replace_policy_loss_metric(
                 parts.entropy_bonus.policy_loss_sums(micro_batch, loss, entropies_BC, trl_bonus)
             )
-        # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank
-        # skip the optimizer step.
+        # If the ratio of new to old policy explodes, the loss becomes NaN, with which every rank
+        # skips the optimizer step.
         loss = parts.ratio_guard.loss_or_nan(loss, watched_pass.logps_BC, micro_batch)
         loss = loss * parts.micro_batcher.loss_weight(micro_batch)
         if parts.entropy_bonus.is_on:

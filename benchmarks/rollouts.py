@@ -142,7 +142,7 @@ def build_requests(
             SamplingRequest(
                 prompt_ids=prompt.token_ids,
                 images=prompt.images,
-                group=prompt.group if way.is_grouped else number,
+                merge_key=prompt.group if way.is_grouped else number,
                 seed=seed if way.has_seeds else None,
                 max_tokens=max_tokens,
             )

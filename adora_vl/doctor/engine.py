@@ -14,14 +14,14 @@ from adora_vl.models.precision import CAST_REMEDY as BUFFERS_REMEDY
 from adora_vl.models.precision import ModelsByRole, describe_wrong_buffers_by_role
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
-    COLD_CHECK,
+    AGREEMENT_CHECK,
     DISTANT_CHECK,
     PIXELS_REMEDY,
     POSITIONS_REMEDY,
     PROMPTS_CHECK,
     EngineProbe,
 )
-from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, NamedPrompts, SampledRollouts
 from adora_vl.rollout.importance import drift_over_ranks
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
@@ -63,7 +63,7 @@ BAN_REMEDY = (
 NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def check_features(prompts: Prompts, image_token_id: int | None, merge_size: int) -> Check:
+def check_features(prompts: NamedPrompts, image_token_id: int | None, merge_size: int) -> Check:
     """Check that each prompt has as many image tokens as its images have features.
 
     The vision tower makes the features. For example, an image of 1 x 16 x 24 patches with
@@ -80,7 +80,9 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge_size: int
     features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge_size**2
     image_counts_by_prompt = torch.split(features_per_image, prompts.num_images)
     features_per_prompt = [int(counts.sum()) for counts in image_counts_by_prompt]
-    for name, ids, features in zip(prompts.names, prompts.ids, features_per_prompt, strict=True):
+    for name, ids, features in zip(
+        prompts.row_names, prompts.ids, features_per_prompt, strict=True
+    ):
         tokens = ids.count(image_token_id)
         if tokens != features:
             return failed(
@@ -297,7 +299,7 @@ def _check_groups(checker: EngineChecker, merge_size: int) -> list[_CheckGroup]:
             run=lambda: [check_runner(engine_and_policy)],
         ),
         _CheckGroup(
-            names=(PROMPTS_CHECK, COLD_CHECK),
+            names=(PROMPTS_CHECK, AGREEMENT_CHECK),
             remedy=PIXELS_REMEDY,
             run=checker.check_agreement,
         ),

@@ -31,8 +31,8 @@ from adora_vl.packing.shared_prompt import (
     PackedSequence,
     group_rows_by_prompt,
     pack_rows,
+    packing_pays,
     rows_longest_first,
-    sharing_pays,
 )
 from adora_vl.packing.split_attention import (
     LAYOUT_ARGUMENT,
@@ -142,7 +142,9 @@ class PackedForward:
         if not self._can_pack(inputs.model):
             return None
         groups_by_chunk = _groups_by_chunk(inputs)
-        packs_rows = all(_packing_pays(groups, inputs.rows_on_cpu) for groups in groups_by_chunk)
+        packs_rows = all(
+            _is_worth_packing(groups, inputs.rows_on_cpu) for groups in groups_by_chunk
+        )
         if not self.is_checked:
             self._check(
                 inputs,
@@ -454,7 +456,7 @@ def _groups_of_chunk(chunk: range, rows_on_cpu: RowsOnCpu) -> RowGroups:
     return [[rows[index] for index in group_indices] for group_indices in groups]
 
 
-def _packing_pays(groups: RowGroups, rows_on_cpu: RowsOnCpu) -> bool:
+def _is_worth_packing(groups: RowGroups, rows_on_cpu: RowsOnCpu) -> bool:
     """Return whether packing these rows is less work than padding each row.
 
     Args:
@@ -466,4 +468,4 @@ def _packing_pays(groups: RowGroups, rows_on_cpu: RowsOnCpu) -> bool:
     completion_lengths = [
         [rows_on_cpu.completion_lengths[row] for row in group_rows] for group_rows in groups
     ]
-    return sharing_pays(prompt_lengths, completion_lengths)
+    return packing_pays(prompt_lengths, completion_lengths)

@@ -69,7 +69,7 @@ def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[i
     return sorted(group_rows, key=lambda row: -completion_lengths[row])
 
 
-def sharing_pays(
+def packing_pays(
     prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]]
 ) -> bool:
     """Return whether a packed sequence has enough fewer tokens than padded rows to be faster.
@@ -156,7 +156,7 @@ class PackedLayout:
 
     groups: tuple[GroupLayout, ...]
     # (K,), for each token that is scored: the position whose output predicts it
-    predicting_positions_K: Tensor
+    predicting_positions: Tensor
 
     @cached_property
     def span_lengths(self) -> list[int]:
@@ -189,7 +189,7 @@ class PackedLayout:
 
         In the example above the bounds of queries are 0, 5, 6, and those of keys are 0, 5, 9.
         """
-        device = self.predicting_positions_K.device
+        device = self.predicting_positions.device
 
         def cumulative_on_device(lengths: list[int]) -> Tensor:
             """Return the sums of the first 0, 1, 2, ... lengths: 5, 1 becomes 0, 5, 6."""
@@ -221,7 +221,7 @@ class PackedLayout:
                 position_parts.append(torch.arange(start, start + length))
                 start += length
         positions_K = torch.cat(position_parts)
-        return positions_K.to(self.predicting_positions_K.device, non_blocking=True)
+        return positions_K.to(self.predicting_positions.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -411,7 +411,7 @@ class _SequenceBuilder:
             scored_mask_BC=scored_mask_BC,
             layout=PackedLayout(
                 groups=tuple(self._groups),
-                predicting_positions_K=on_device(torch.tensor(predicting_positions)),
+                predicting_positions=on_device(torch.tensor(predicting_positions)),
             ),
         )
 

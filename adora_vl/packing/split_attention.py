@@ -117,7 +117,7 @@ def _select_predicting_states(
     """
     layout: PackedLayout | None = kwargs.get(LAYOUT_ARGUMENT)
     if layout is not None:
-        output.last_hidden_state = output.last_hidden_state[:, layout.predicting_positions_K]
+        output.last_hidden_state = output.last_hidden_state[:, layout.predicting_positions]
     return output
 
 

@@ -20,7 +20,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.context_limit import server_context_length
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.models.precision import dtype_name
-from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, NamedPrompts, SampledRollouts
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_over_ranks
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
@@ -36,7 +36,7 @@ FAR_POSITION = 2000  # about where an answer to a lengthened prompt begins
 FAR_ROWS = 2  # lengthened prompts of each rank
 # Names of checks, as reports show them. A cold engine has sampled nothing yet.
 PROMPTS_CHECK = "engine reads the trainer's prompts"
-COLD_CHECK = "agreement, cold"
+AGREEMENT_CHECK = "agreement, cold"
 DISTANT_CHECK = "agreement, far from the start"
 
 # Remedies for a check that fails.
@@ -105,8 +105,8 @@ def distant_bound(engine_and_policy: EngineAndPolicy) -> float:
 
 
 def lengthened_prompts(
-    engine_and_policy: EngineAndPolicy, prompts: Prompts, max_tokens: int
-) -> Prompts | None:
+    engine_and_policy: EngineAndPolicy, prompts: NamedPrompts, max_tokens: int
+) -> NamedPrompts | None:
     """Return the first `FAR_ROWS` prompts, with random tokens before each of them.
 
     An answer to such a prompt begins at about `FAR_POSITION` (2,000), or earlier if policy or
@@ -155,7 +155,7 @@ def _context_length(engine_and_policy: EngineAndPolicy) -> int:
     return int(min(policy_limit, engine_limit))
 
 
-def first_prompts(prompts: Prompts, count: int) -> Prompts:
+def first_prompts(prompts: NamedPrompts, count: int) -> NamedPrompts:
     """Return the first `count` prompts of a rank, with the pixels and grids of their images."""
     fields = dict(prompts.fields)
     images = prompts.images
@@ -169,12 +169,12 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
         fields["image_grid_thw"] = grids
         fields["pixel_values"] = fields["pixel_values"][:patch_count]
         fields[TOKEN_TYPES_FIELD] = fields[TOKEN_TYPES_FIELD][:count]
-    return Prompts(
+    return NamedPrompts(
         messages=prompts.messages[:count],
         ids=prompts.ids[:count],
         images=images,
         fields=fields,
-        names=prompts.names[:count],
+        row_names=prompts.row_names[:count],
     )
 
 
@@ -207,7 +207,7 @@ class EngineProbe:
     """
 
     engine_and_policy: EngineAndPolicy
-    prompts: Prompts
+    prompts: NamedPrompts
     max_tokens: int = PROBE_TOKENS
 
     @property
@@ -219,7 +219,7 @@ class EngineProbe:
         self,
         check_name: str,
         max_tokens: int | None = None,
-        prompts: Prompts | None = None,
+        prompts: NamedPrompts | None = None,
         **overrides: Any,
     ) -> SampledRollouts:
         """Sample a rollout for each prompt. Collective.
@@ -256,7 +256,7 @@ class EngineProbe:
         assert rollouts is not None
         return rollouts
 
-    def compare(self, check_name: str, prompts: Prompts | None = None) -> Drift:
+    def compare(self, check_name: str, prompts: NamedPrompts | None = None) -> Drift:
         """Sample rollouts, and return how far engine and policy differ on their tokens. Collective.
 
         The arguments are those of `sample`.
@@ -274,7 +274,7 @@ class EngineProbe:
         """Send the weights to the engine, and check that both read and compute the same.
 
         Returns two checks: that the engine reads the trainer's prompts (`PROMPTS_CHECK`), and that
-        it agrees with the policy on log-probabilities (`COLD_CHECK`).
+        it agrees with the policy on log-probabilities (`AGREEMENT_CHECK`).
         """
         self.engine_and_policy.sync_weights()
         try:
@@ -282,19 +282,19 @@ class EngineProbe:
         except OtherRankError as error:
             return [
                 skipped(PROMPTS_CHECK, f"on another rank: {error}"),
-                skipped(COLD_CHECK, "the prompts differ"),
+                skipped(AGREEMENT_CHECK, "the prompts differ"),
             ]
         except PromptMismatchError as error:
-            detail = f"{self.prompts.names[error.row]}: {error}"
+            detail = f"{self.prompts.row_names[error.row]}: {error}"
             remedy = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
             return [
                 failed(PROMPTS_CHECK, detail, remedy),
-                skipped(COLD_CHECK, "the prompts differ"),
+                skipped(AGREEMENT_CHECK, "the prompts differ"),
             ]
         ids = self.prompts.ids
         return [
             passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens"),
-            check_drift(COLD_CHECK, drift, self.bound, remedy=DTYPE_REMEDY),
+            check_drift(AGREEMENT_CHECK, drift, self.bound, remedy=DTYPE_REMEDY),
         ]
 
     def check_distant_agreement(self) -> Check:
@@ -379,7 +379,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
             for check in checks:
                 # These two compare log-probabilities, on short and on long sequences; their detail
                 # is a difference in nats. The third check compares prompts.
-                compares_logps = check.name in (COLD_CHECK, DISTANT_CHECK)
+                compares_logps = check.name in (AGREEMENT_CHECK, DISTANT_CHECK)
                 if compares_logps and check.status is Status.PASSED:
                     tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
         failed_checks = [check for check in checks if check.status is Status.FAILED]

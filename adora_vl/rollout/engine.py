@@ -54,14 +54,18 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     """
 
     def __init__(
-        self, *args: Any, settings: EngineSettings, timed: CountSeconds = nullcontext, **kwargs: Any
+        self,
+        *args: Any,
+        settings: EngineSettings,
+        count_seconds: CountSeconds = nullcontext,
+        **kwargs: Any,
     ) -> None:
         """Build the engine, or connect to the servers, with TRL's arguments and ours.
 
         Args:
             args: positional arguments of stock TRL.
             settings: settings of the engine that stock TRL has no argument for.
-            timed: returns a context that counts the seconds of a `sync`, `wake` or `sleep`.
+            count_seconds: returns a context that counts the seconds of a `sync`, `wake` or `sleep`.
             kwargs: keyword arguments of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
@@ -69,7 +73,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         processing_class = kwargs["processing_class"]
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.settings = settings
-        self._timed = timed
+        self._count_seconds = count_seconds
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_has_all_parameters = False  # whether a weight sync has sent every parameter
         self.bytes_sent = 0
@@ -113,7 +117,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         ):
             super()._init_vllm()
         if self.mode == "colocate":
-            self.llm.timed = self._timed
+            self.llm.count_seconds = self._count_seconds
         elif self.mode == "server":
             pool = None
             if self.accelerator.is_main_process:

@@ -21,10 +21,10 @@ from adora_vl.utils.seeding import keeping_random_state, rollout_seed
 
 
 @dataclass(frozen=True)
-class Prompts(PromptBatch):
+class NamedPrompts(PromptBatch):
     """The prompts of some rows, with names for messages."""
 
-    names: Sequence[str] = ()  # the `id` of each row
+    row_names: Sequence[str] = ()  # the `id` of each row
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,17 @@ class EngineAndPolicy:
         row_count = len(self.dataset)
         return [self.dataset[(first_row + number) % row_count] for number in range(count)]
 
-    def read_prompts(self, rows: Sequence[Any]) -> Prompts:
+    def read_prompts(self, rows: Sequence[Any]) -> NamedPrompts:
         """Return the prompts of data set rows, processed as the trainer processes them."""
-        names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
-        return Prompts(**vars(self.images.read(rows)), names=names)
+        row_names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
+        return NamedPrompts(**vars(self.images.read(rows)), row_names=row_names)
 
     def sync_weights(self) -> None:
         """Send the policy's weights to the engine even if it has those of this step. Collective."""
         cast("VLLMSampler", self.sampler).sync_weights(force=True)
 
     def sample(
-        self, prompts: Prompts, *, max_tokens: int, check_name: str, **overrides: Any
+        self, prompts: NamedPrompts, *, max_tokens: int, check_name: str, **overrides: Any
     ) -> SampledRollouts:
         """Sample a rollout for each prompt, without changing the run's random state.
 
@@ -129,7 +129,7 @@ class EngineAndPolicy:
             return self._sampled_rollouts(prompts, results)
 
     def begin_sampling(
-        self, prompts: Prompts, *, max_tokens: int, check_name: str
+        self, prompts: NamedPrompts, *, max_tokens: int, check_name: str
     ) -> PendingSamples:
         """Request a rollout for each prompt from servers, and do not wait for them.
 
@@ -138,12 +138,12 @@ class EngineAndPolicy:
         servers = cast("AsyncServerSampler", self.sampler)
         return servers.submit(self._requests(prompts, max_tokens=max_tokens, check_name=check_name))
 
-    def join_sampling(self, prompts: Prompts, pending: PendingSamples) -> SampledRollouts:
+    def join_sampling(self, prompts: NamedPrompts, pending: PendingSamples) -> SampledRollouts:
         """Wait for the rollouts of `prompts` that `begin_sampling` has requested."""
         return self._sampled_rollouts(prompts, pending.join())
 
     def _requests(
-        self, prompts: Prompts, *, max_tokens: int, check_name: str
+        self, prompts: NamedPrompts, *, max_tokens: int, check_name: str
     ) -> list[SamplingRequest]:
         """Return a sampling request for each prompt.
 
@@ -154,15 +154,15 @@ class EngineAndPolicy:
         images_of_rows = prompts.images or [None] * len(prompts.ids)
         requests = []
         for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
-            group = first_number + row
+            prompt_number = first_number + row
             seed = rollout_seed(
-                self.config.seed, draw_name=f"check/{check_name}", group=group, member=0
+                self.config.seed, draw_name=f"check/{check_name}", group=prompt_number, member=0
             )
             requests.append(
                 SamplingRequest(
                     prompt_ids=ids,
                     images=list(images or ()),
-                    group=group,
+                    merge_key=prompt_number,
                     seed=seed,
                     max_tokens=max_tokens,
                 )
@@ -170,7 +170,7 @@ class EngineAndPolicy:
         return requests
 
     def _sampled_rollouts(
-        self, prompts: Prompts, results: Sequence[SamplingResult]
+        self, prompts: NamedPrompts, results: Sequence[SamplingResult]
     ) -> SampledRollouts:
         """Put the engine's results for `prompts` into a batch, in which every rollout counts."""
         completions = [result.tokens for result in results]

@@ -40,7 +40,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
 
     settings: EngineSettings
     server_group: ServerGroup  # in server mode
-    _timed: CountSeconds
+    _count_seconds: CountSeconds
     # vLLM's LoRA settings where a weight sync sends only the policy's LoRA adapter; None: it sends
     # weights, with an adapter merged into them
     adapter_settings: Mapping[str, Any] | None = None
@@ -88,7 +88,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         layers. Stock TRL also resets only the prefix cache, so image features of the old vision
         tower stay in the encoder cache. Raises `EngineError` where the engine fails.
         """
-        with self._timed("sync"), engine_call("the weight sync"):
+        with self._count_seconds("sync"), engine_call("the weight sync"):
             if self.mode == "colocate":
                 self._sync_colocated()
             elif self.settings.weight_folder is None:
@@ -142,7 +142,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         `sends_all`: whether to write all parameters, or only those that training can change.
         """
         with ExitStack() as stack:
-            with self._timed("sync"), engine_call("the weight sync"):
+            with self._count_seconds("sync"), engine_call("the weight sync"):
                 tensors = self._tensors_for_servers(sends_all=sends_all)
                 folder = stack.enter_context(self.server_group.write_weights(tensors))
             self._engine_has_all_parameters = True

@@ -33,7 +33,7 @@ from adora_vl.rollout.rollouts import (
     FinishReason,
     SamplingRequest,
     SamplingResult,
-    engine_logp,
+    logp_or_minus_infinity,
     merge_requests,
 )
 from adora_vl.utils import compat
@@ -180,11 +180,11 @@ def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float |
         # The only candidate of each position is the sampled token.
         if np.isfinite(logprobs.logprobs).all():
             return list(logprobs.logprobs)
-        return [engine_logp(value) for value in logprobs.logprobs]
+        return [logp_or_minus_infinity(value) for value in logprobs.logprobs]
     # The first of several candidates is the likeliest one, and need not be the sampled token. For
     # example, the token 7 with the candidates {5: -0.1, 7: -2.3} has the log-probability -2.3.
     positions = zip(logprobs, tokens, strict=True)
-    return [engine_logp(candidates[token].logprob) for candidates, token in positions]
+    return [logp_or_minus_infinity(candidates[token].logprob) for candidates, token in positions]
 
 
 def sampling_result_of(
@@ -224,7 +224,9 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     adapter: LoRARequest | None = None  # the policy's; None: syncs send weights
     # The policy's 4-bit weights, which are on the host while the engine is awake.
     frozen_base: FrozenBase | None = None
-    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext  # counts an action's seconds
+    count_seconds: Callable[[str], AbstractContextManager[Any]] = (
+        nullcontext  # counts an action's seconds
+    )
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -249,14 +251,14 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         """
         if self.is_kept_awake:
             return
-        with self.timed("sleep"):
+        with self.count_seconds("sleep"):
             super().sleep(level=level if self.adapter is None else 1, **kwargs)
             if self.frozen_base is not None:
                 self.frozen_base.move_to_device()  # for the policy's passes
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Take the engine's memory back, and count the seconds; stock vLLM does not count them."""
-        with self.timed("wake"):
+        with self.count_seconds("wake"):
             if self.frozen_base is not None:
                 self.frozen_base.move_to_host()  # since the engine needs the GPU
             super().wake_up(*args, **kwargs)

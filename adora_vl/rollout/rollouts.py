@@ -214,7 +214,7 @@ class RolloutGroup:
     """The number of the generation in which it began."""
     rollouts: tuple[Rollout, ...]
     first_member: int = 0
-    """The number of the first rollout, where each rank has a part of the group."""
+    """How many rollouts of the group lower ranks have, where ranks share a group."""
 
     @property
     def complete(self) -> bool:
@@ -229,7 +229,7 @@ class RolloutGroup:
 
         Args:
             run_seed: the seed of the run.
-            member: the number of the rollout in the group.
+            member: the index of the rollout in `rollouts`.
             rollout: the rollout so far.
         """
         problem = self.problem
@@ -248,13 +248,16 @@ class RolloutGroup:
     def tool_seed(self, run_seed: int, member: int) -> str:
         """Return the text that seeds the random numbers of a rollout's tools.
 
+        For example, `42/train/12/0/3/1` is the seed of the run, the batch for which the problem was
+        drawn, the number of its group there, and the number of the rollout in the group.
+
         Args:
             run_seed: the seed of the run.
-            member: the number of the rollout in the group.
+            member: the index of the rollout in `rollouts`.
         """
         problem = self.problem
-        number = self.first_member + member
-        return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number}"
+        number_over_ranks = self.first_member + member
+        return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number_over_ranks}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
@@ -343,9 +346,9 @@ class SamplingRequest:
     """The prompt with its image tokens expanded, and the tokens that the rollout has already."""
     images: list[Any]
     """The images that the engine is to see."""
-    group: Hashable
-    """Tells which requests belong together. Neighbours of one group with equal prompts may become
-    one request for several rollouts, whose seeds count up (`merge_requests`)."""
+    merge_key: Hashable
+    """Neighbours with equal keys and prompts may become one request for several rollouts, whose
+    seeds count up (`merge_requests`). The rollouts of a group have one key."""
     seed: int | None = None
     """None: the engine draws one."""
     max_tokens: int | None = None
@@ -384,7 +387,7 @@ class SamplingResult:
     """The prompt as the engine has read it."""
 
 
-def engine_logp(value: float | None) -> float:
+def logp_or_minus_infinity(value: float | None) -> float:
     """Return a log-probability that an engine has returned, or minus infinity if it is not finite.
 
     Weights that overflow give NaN, which TRL's client reads as None. Elsewhere in this package None
@@ -397,13 +400,13 @@ def engine_logp(value: float | None) -> float:
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
     """Divide requests into lists of neighbours that an engine may get as one request.
 
-    The requests of a list have the same group, prompt, images and limit of tokens, and differ only
-    in their seeds. For example, requests of the groups a a b a become [a a], [b], [a].
+    The requests of a list have the same merge key, prompt, images and limit of tokens, and differ
+    only in their seeds. For example, requests with the keys a a b a become [a a], [b], [a].
     """
     equal_neighbours = groupby(
         requests,
         key=lambda request: (
-            request.group,
+            request.merge_key,
             request.max_tokens,
             request.prompt_ids,
             [_image_identity(image) for image in request.images],

@@ -218,7 +218,7 @@ class AsyncServerSampler(VLLMSampler):
         # whether a server was started again and lacks the weights that training does not change
         self._server_needs_all_weights = False
         self._thread: threading.Thread | None = None
-        self._seconds_waited = {"trainer": 0.0, "servers": 0.0}
+        self._seconds_waited_by = {"trainer": 0.0, "servers": 0.0}
 
     def _send_weights(self) -> None:
         """Write the policy's weights to files, and queue a job that lets the servers read them."""
@@ -290,7 +290,7 @@ class AsyncServerSampler(VLLMSampler):
             rollouts_by_request = server_group.on_first_rank(
                 lambda _: future.result() if future is not None else []
             )
-        self._seconds_waited["trainer"] += time.perf_counter() - start_time
+        self._seconds_waited_by["trainer"] += time.perf_counter() - start_time
         return server_group.select_results_of_rank(rollouts_by_request, rollout_count)
 
     def sample(
@@ -312,8 +312,8 @@ class AsyncServerSampler(VLLMSampler):
         `trainer`: the trainer waited for rollouts. `servers`: the servers waited for a job of the
         trainer, which only the first rank knows.
         """
-        seconds = self._seconds_waited
-        self._seconds_waited = dict.fromkeys(self._seconds_waited, 0.0)
+        seconds = self._seconds_waited_by
+        self._seconds_waited_by = dict.fromkeys(self._seconds_waited_by, 0.0)
         return seconds
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class AsyncServerSampler(VLLMSampler):
         while True:
             start_time = time.perf_counter()
             job, future = self._queue.get()
-            self._seconds_waited["servers"] += time.perf_counter() - start_time
+            self._seconds_waited_by["servers"] += time.perf_counter() - start_time
             try:
                 if first_error is not None:
                     raise first_error

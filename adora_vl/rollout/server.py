@@ -10,7 +10,7 @@ from typing import Any
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from adora_vl.rollout.rollouts import SamplingResult, engine_logp
+from adora_vl.rollout.rollouts import SamplingResult, logp_or_minus_infinity
 from adora_vl.rollout.server_client import TIMEOUTS_IN_USE, Timeouts, mount_timeouts
 from adora_vl.utils.daemon_threads import set_outcome
 from adora_vl.utils.errors import RedactedError
@@ -72,7 +72,7 @@ def sampled_logps(
     for row_tokens, row_logps, row_ids in zip(tokens, candidate_logps, candidate_ids, strict=True):
         rollout_logps = []
         for token, token_logps, token_ids in zip(row_tokens, row_logps, row_ids, strict=True):
-            rollout_logps.append(engine_logp(token_logps[token_ids.index(token)]))
+            rollout_logps.append(logp_or_minus_infinity(token_logps[token_ids.index(token)]))
         logps_by_rollout.append(rollout_logps)
     return logps_by_rollout
 

@@ -99,7 +99,11 @@ class GenerationSampler:
         in this process does not sleep before the block ends, so it gets the weights only once, also
         for several calls of `sample`.
         """
-        with self.phase("rollout"), self.guard.ending_run_without_servers(), self.sampler.awake():
+        with (
+            self.phase("rollout"),
+            self.guard.ending_run_if_no_server_is_left(),
+            self.sampler.awake(),
+        ):
             yield
 
     def keeping_engine_awake(self, policy_makes_passes: bool) -> AbstractContextManager[None]:
@@ -273,7 +277,7 @@ class GenerationSampler:
         optimizer step, so before the weights change. A second call in a step does nothing.
         """
         if self.drift_check.is_requested:
-            with self.phase("rollout"), self.guard.ending_run_without_servers():
+            with self.phase("rollout"), self.guard.ending_run_if_no_server_is_left():
                 self.drift_check.finish()
 
     def _request_ahead(
@@ -342,7 +346,7 @@ class GenerationSampler:
         begun_groups = self.pool.begin_groups(
             generation,
             requested.groups,
-            waiting_count=waiting_count + self.pool.requested_ahead_count,
+            waiting_count=waiting_count + self.pool.groups_requested_ahead,
             min_new_groups=self.pool.min_new_groups_beside(continued_groups),
         )
         spare_groups = self._draw_spare_groups(generation, requested.generation)

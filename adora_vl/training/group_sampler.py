@@ -421,14 +421,14 @@ class GroupTurns:
         if config.uses("seeded_rollouts"):
             seed = parts.group.seed(config.seed, parts.member, rollout)
         problem = parts.group.problem
-        # Requests with the same key become one request of vLLM for several samples. Rollouts of a
-        # group share their prompt, and so a key, until they have tokens of their own.
+        # Requests with equal keys become one request of vLLM for several rollouts. The rollouts of
+        # a group share their prompt, and so a key, until they have tokens of their own.
         shares_request = not tokens and config.uses("group_requests")
-        request_key = problem if shares_request else (problem, parts.member)
+        merge_key = problem if shares_request else (problem, parts.member)
         return SamplingRequest(
             prompt_ids=[*parts.prompt_ids, *tokens],
             images=[*parts.images, *(picture.image for picture in rollout.pictures)],
-            group=request_key,
+            merge_key=merge_key,
             seed=seed,
             max_tokens=self._max_tokens(parts, rollout),
             max_length=config.max_completion_length,

@@ -138,7 +138,7 @@ class GenerationGuard:
             )
 
     @contextmanager
-    def ending_run_without_servers(self) -> Iterator[None]:
+    def ending_run_if_no_server_is_left(self) -> Iterator[None]:
         """End the run if no vLLM server is left for what the block asks of them. Collective.
 
         All ranks then save a checkpoint, and raise `RunError` in place of `NoServerError`.

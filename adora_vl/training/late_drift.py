@@ -1,7 +1,7 @@
 """Checks that servers and policy agree, in a run where older weights sample all rollouts."""
 
 from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
-from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, NamedPrompts
 from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.training.guards import DriftGuard
 from adora_vl.types import Row
@@ -26,7 +26,7 @@ class LateDriftCheck:
         self._engine_and_policy = engine_and_policy
         self._drift_guard = drift_guard
         # Filled by `request`, emptied by `finish`.
-        self._requested: tuple[Prompts, PendingSamples] | None = None
+        self._requested: tuple[NamedPrompts, PendingSamples] | None = None
 
     def request(self, rows: list[Row], step: int) -> None:
         """Request short rollouts of the first of these rows, for which `finish` waits. Collective.

@@ -92,7 +92,7 @@ def subgroup_sizes(
     for first_row in range(0, len(prompt_lengths), rows_per_subgroup):
         rows = range(first_row, first_row + rows_per_subgroup)
         completion_lengths = [rows_on_cpu.completion_lengths[row] for row in rows]
-        patches_by_row = [_patches(rows_on_cpu, row) for row in rows]
+        patches_by_row = [_patch_count(rows_on_cpu, row) for row in rows]
         sizes.append(
             SubgroupSize(
                 rows=rows_per_subgroup,
@@ -106,7 +106,7 @@ def subgroup_sizes(
     return sizes
 
 
-def _patches(rows_on_cpu: RowsOnCpu, row: int) -> int:
+def _patch_count(rows_on_cpu: RowsOnCpu, row: int) -> int:
     """Return the number of patches of a row's images."""
     row_images = rows_on_cpu.images[row]
     return 0 if row_images is None else len(row_images.pixels)

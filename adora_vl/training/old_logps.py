@@ -215,7 +215,7 @@ class OldLogps:
         is_before_update = micro_step < self.layout.micro_batches_before_update
         return self.uses_engine_logps and is_before_update
 
-    def prepare_loss(self, micro_batch: Batch, micro_step: int) -> None:
+    def set_or_remove_column(self, micro_batch: Batch, micro_step: int) -> None:
         """Give a micro-batch the old log-probabilities that its loss takes.
 
         The cases, in the order of the code:

@@ -88,7 +88,7 @@ class Pool:
 
     # --------------------------------------------------------------- which groups begin and go on
 
-    def begin_step(self, generation: Generation) -> None:
+    def remember_state_before_step(self, generation: Generation) -> None:
         """Keep a copy of the state, if this generation is the first of its optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that copy.
@@ -253,7 +253,7 @@ class Pool:
             group_count: how many groups of this rank have begun and were not learned from.
         """
         return schedule.groups_to_complete(
-            group_count + self.requested_ahead_count,
+            group_count + self.groups_requested_ahead,
             slots=self.max_groups,
             remaining_generations=self.generation_numbers.count_remaining(generation),
             min_groups=self.min_groups,
@@ -318,7 +318,7 @@ class Pool:
         self.state = replace(self.state, pending_generations=self.state.pending_generations[1:])
 
     @property
-    def requested_ahead_count(self) -> int:
+    def groups_requested_ahead(self) -> int:
         """How many groups the pending generations after the present one have."""
         return sum(len(pending.groups) for pending in self.state.pending_generations[1:])
 

@@ -36,7 +36,7 @@ RECOMPUTED_LAYERS_KEY = "adora/recomputed_layers"
 _MAX_COPIED_SHARE = 0.02
 
 
-class CardBytes(NamedTuple):
+class GpuBytes(NamedTuple):
     """The memory of a GPU, in bytes."""
 
     free: int  # that this process can still take
@@ -52,7 +52,7 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     ]
 
 
-def card_bytes(device: torch.device) -> CardBytes:
+def gpu_bytes(device: torch.device) -> GpuBytes:
     """Return how much memory of its GPU this process can still take, and how much the GPU has.
 
     Memory is free if the driver says so, or if torch has reserved it and no tensor uses it. The
@@ -65,7 +65,7 @@ def card_bytes(device: torch.device) -> CardBytes:
     allocated = stats.get("allocated_bytes.all.current", 0)
     gaps = stats.get("inactive_split_bytes.all.current", 0)
     free_in_cache = reserved - allocated - gaps
-    return CardBytes(free=free + free_in_cache, total=total)
+    return GpuBytes(free=free + free_in_cache, total=total)
 
 
 class RecomputedLayers:
@@ -82,7 +82,7 @@ class RecomputedLayers:
         model: "PreTrainedModel",
         shape: Callable[[], ModelShape],
         sharding: Sharding,
-        read_card: Callable[[], CardBytes] | None,
+        read_gpu_bytes: Callable[[], GpuBytes] | None,
     ) -> None:
         """Build the object by the key `adora_recompute`: `all`, a number of layers, or `auto`.
 
@@ -91,14 +91,14 @@ class RecomputedLayers:
             model: the policy, in whatever wrapper.
             shape: returns the sizes of the policy.
             sharding: how the run divides the weights among ranks.
-            read_card: returns the memory of this process's GPU. None on a CPU, where `auto`
+            read_gpu_bytes: returns the memory of this process's GPU. None on a CPU, where `auto`
                 recomputes all layers, since other processes use the same memory.
         """
         config = context.config
         self._accelerator = context.accelerator
         self._log = context.log
         self._sharding = sharding
-        self._read_card = read_card
+        self._read_card = read_gpu_bytes
         self._layers = recomputable_layers(model)
         self._trained_parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
@@ -107,7 +107,7 @@ class RecomputedLayers:
         self._uses_flash_attention = is_flash_attention_requested(
             requested_attention_implementation=attention
         )
-        self._is_announced = False
+        self._has_printed_count = False
         self.count = len(self._layers)
         requested = config.adora_recompute
         # torch.compile would compile the layers again for every change.
@@ -118,7 +118,7 @@ class RecomputedLayers:
             self._fixed_count = min(requested, len(self._layers))
         # Predicts the memory of a pass with `auto`; None: the layers are not switched by memory.
         self._activation_memory: ActivationMemory | None = None
-        if can_switch and requested == "auto" and read_card is not None:
+        if can_switch and requested == "auto" and read_gpu_bytes is not None:
             self._activation_memory = self._activation_memory_of(shape(), config)
         # Whether a micro-batch that runs out of memory is run once more. With several ranks it is
         # not, since a rank that repeats a pass alone leaves the others waiting. With TRL's adaptive
@@ -154,7 +154,7 @@ class RecomputedLayers:
             return
         self.count = count
         self._log(RECOMPUTED_LAYERS_KEY, float(count))
-        self._announce(size)
+        self._print_count_once(size)
         flags_before = [layer.gradient_checkpointing for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.gradient_checkpointing = index < count
@@ -214,11 +214,11 @@ class RecomputedLayers:
         )
         return buffers.gradient_bytes + buffers.gathered_weight_bytes
 
-    def _announce(self, size: PassSize) -> None:
+    def _print_count_once(self, size: PassSize) -> None:
         """Print how many layers the first micro-batch recomputes, once in a run."""
-        if self._is_announced or not self._accelerator.is_main_process:
+        if self._has_printed_count or not self._accelerator.is_main_process:
             return
-        self._is_announced = True
+        self._has_printed_count = True
         print(
             f"{self.count} of {len(self._layers)} layers are recomputed in the first micro-batch "
             f"of {size.tokens} tokens (adora_recompute; {RECOMPUTED_LAYERS_KEY} has those of each step)",

@@ -88,7 +88,7 @@ class Refill:
                 continue
             chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill_groups.assessment)
             replaced_count += count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
-            scored_groups = self.exchange_groups(
+            scored_groups = self.take_chosen_groups(
                 generation, scored_groups, refill_groups, chosen_by_rank=chosen_by_rank
             )
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
@@ -97,7 +97,7 @@ class Refill:
         pool.record_trained_batch(scored_groups.batch, completion_lengths)
         return scored_groups
 
-    def exchange_groups(
+    def take_chosen_groups(
         self,
         generation: Generation,
         scored_groups: ScoredGroups,

@@ -134,7 +134,7 @@ def round_rotary_frequencies(checker: EngineChecker) -> Iterator[None]:
 def read_prompts_again(checker: EngineChecker) -> None:
     """Read the rows of the checker's prompts anew."""
     pair = checker.engine_and_policy
-    checker.prompts = pair.read_prompts(pair.first_rows(len(checker.prompts.names)))
+    checker.prompts = pair.read_prompts(pair.first_rows(len(checker.prompts.row_names)))
 
 
 SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[EngineChecker], list[Check]]]] = {

@@ -18,7 +18,7 @@ from adora_vl.doctor.engine import (
     SLEEP_CHECK,
     VISION_CHECK,
 )
-from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
+from adora_vl.rollout.agreement import AGREEMENT_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
 from tests.support.launch import cli_arguments, run_command
 from tests.support.paths import REPOSITORY
@@ -72,7 +72,7 @@ def test_a_healthy_run_passes_every_line(doctor_results):
         FEATURES_CHECK,
         BUFFERS_CHECK,
         PROMPTS_CHECK,
-        COLD_CHECK,
+        AGREEMENT_CHECK,
         DISTANT_CHECK,
         LANGUAGE_CHECK,
         VISION_CHECK,
@@ -134,7 +134,7 @@ def test_without_a_correction_its_line_fails_with_the_remedy(
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(doctor_results):
     """An engine whose prompt check notices nothing is found by its log-probabilities."""
-    assert only_check(doctor_results["unnoticed"], COLD_CHECK)["status"] == "failed"
+    assert only_check(doctor_results["unnoticed"], AGREEMENT_CHECK)["status"] == "failed"
 
 
 def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doctor_results):
@@ -143,7 +143,7 @@ def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doct
     assert "inv_freq is bfloat16, not float32" in only_check(checks, BUFFERS_CHECK)["detail"]
     assert (
         only_check(checks, PROMPTS_CHECK)["status"]
-        == only_check(checks, COLD_CHECK)["status"]
+        == only_check(checks, AGREEMENT_CHECK)["status"]
         == "passed"
     )
     assert only_check(checks, DISTANT_CHECK)["status"] == "failed"

@@ -36,7 +36,7 @@ from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.packing import packed_forward as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import PackedSequence, pack_rows, sharing_pays  # noqa: E402
+from adora_vl.packing.shared_prompt import PackedSequence, pack_rows, packing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
@@ -163,8 +163,8 @@ class SwitchPartsByStep(TrainerCallback):
         self.trainer.packed_passes_at_start.append(packed_passes)
         # "no padding" packs also where that does not pay
         packs_always = name == "no padding"
-        should_pack = (lambda *_: True) if packs_always else sharing_pays
-        mock.patch.object(packed_module, "sharing_pays", should_pack).start()
+        should_pack = (lambda *_: True) if packs_always else packing_pays
+        mock.patch.object(packed_module, "packing_pays", should_pack).start()
         args.adora_stock_step = [
             part for part in SWITCHABLE_PARTS if part not in PARTS_ON_BY_STEP[name]
         ]

@@ -23,7 +23,7 @@ from adora_vl.doctor.engine import (
     SLEEP_CHECK,
     VISION_CHECK,
 )
-from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
+from adora_vl.rollout.agreement import AGREEMENT_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
 from tests.support.parity import KEYS_WITH_ENGINE, run_parity
 
@@ -148,7 +148,7 @@ def test_the_doctor_on_another_family(qwen3_vl_result):
         FEATURES_CHECK,
         BUFFERS_CHECK,
         PROMPTS_CHECK,
-        COLD_CHECK,
+        AGREEMENT_CHECK,
         DISTANT_CHECK,
         LANGUAGE_CHECK,
         BANNED_CHECK,

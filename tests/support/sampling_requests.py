@@ -39,7 +39,7 @@ def sampling_requests(
             SamplingRequest(
                 prompt_ids=prompt_ids,
                 images=list(prompt_images or ()),
-                group=group if grouped else number,
+                merge_key=group if grouped else number,
                 seed=seed,
                 max_tokens=limit,
             )

@@ -202,7 +202,7 @@ class ConversationTurns:
         return SamplingRequest(
             prompt_ids=[*self.prompts[key], *rollout.tokens],
             images=[*request.images, *tool_images],
-            group=key,
+            merge_key=key,
             seed=seed,
             max_tokens=self._tokens_left(key, rollout),
             max_length=self.engine.max_length,

@@ -37,9 +37,9 @@ from adora_vl.doctor.weight_change import changeable_weight, choose_parameter
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards.choose import choose_rewards
-from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
+from adora_vl.rollout.agreement import AGREEMENT_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_and_policy import Prompts
+from adora_vl.rollout.engine_and_policy import NamedPrompts
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, format_checks, is_healthy, passed, skipped
 from adora_vl.utils.versions import installed_version
@@ -279,7 +279,7 @@ def test_a_disk_without_room_fails_with_the_remedy(tmp_path):
     assert "2 checkpoints" in check.detail
 
 
-def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
+def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) -> NamedPrompts:
     """Return prompts, a row for each list of token ids.
 
     An image has 4×4 patches unless `grids` says otherwise.
@@ -287,7 +287,7 @@ def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) 
     grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
     names = [f"row {n}" for n in range(len(ids))]
     images = [[None]] * len(ids)
-    return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
+    return NamedPrompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
 def checker_of(engine: object, *, vllm_mode: str = "colocate") -> EngineChecker:
@@ -349,7 +349,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     monkeypatch.setattr(
         EngineChecker,
         "check_agreement",
-        lambda self: [passed(PROMPTS_CHECK, "2"), passed(COLD_CHECK, "1e-06")],
+        lambda self: [passed(PROMPTS_CHECK, "2"), passed(AGREEMENT_CHECK, "1e-06")],
     )
     monkeypatch.setattr(
         EngineChecker, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")

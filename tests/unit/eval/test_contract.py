@@ -448,7 +448,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         processor="p",
     )
     generation_sampler: Any = Namespace(
-        group_sampler=groups, guard=Namespace(ending_run_without_servers=nullcontext)
+        group_sampler=groups, guard=Namespace(ending_run_if_no_server_is_left=nullcontext)
     )
     plan = evaluation.EvaluationPlan(
         [evaluation.EvaluationTask(find_benchmark("geometry3k"), problems, problems_in_data=9)],

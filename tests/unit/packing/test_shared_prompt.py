@@ -39,7 +39,7 @@ from adora_vl.packing.shared_prompt import (
     PackedSequence,
     group_rows_by_prompt,
     pack_rows,
-    sharing_pays,
+    packing_pays,
 )
 from adora_vl.packing.split_attention import (
     LAYOUT_ARGUMENT,
@@ -617,12 +617,12 @@ def test_prompts_are_shared_only_where_that_saves_enough_tokens():
 
     One of 64 is not where answers are long and of equal length: then there is little to save.
     """
-    assert sharing_pays(prompt_lengths=[700], completion_lengths=[[400] * 8])
-    assert sharing_pays(prompt_lengths=[700], completion_lengths=[[1024] * 8])
-    assert sharing_pays(prompt_lengths=[64], completion_lengths=[[1024] * 8])
-    assert not sharing_pays(prompt_lengths=[64], completion_lengths=[[4096] * 8])
+    assert packing_pays(prompt_lengths=[700], completion_lengths=[[400] * 8])
+    assert packing_pays(prompt_lengths=[700], completion_lengths=[[1024] * 8])
+    assert packing_pays(prompt_lengths=[64], completion_lengths=[[1024] * 8])
+    assert not packing_pays(prompt_lengths=[64], completion_lengths=[[4096] * 8])
     one_long_answer = [*[100] * 7, 4096]
-    saves_padding = sharing_pays(prompt_lengths=[64], completion_lengths=[one_long_answer])
+    saves_padding = packing_pays(prompt_lengths=[64], completion_lengths=[one_long_answer])
     assert saves_padding, "padded rows would be mostly padding"
 
 
@@ -632,9 +632,9 @@ def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
     No prompt is computed less often then, but rows of unequal length are padded, and packed they
     are not.
     """
-    assert sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [100]])
-    assert sharing_pays(prompt_lengths=[64, 20], completion_lengths=[[100], [100]])
-    assert not sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [400]])
+    assert packing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [100]])
+    assert packing_pays(prompt_lengths=[64, 20], completion_lengths=[[100], [100]])
+    assert not packing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [400]])
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
@@ -671,7 +671,7 @@ def test_groups_as_one_sequence_by_hand():
     assert packed.position_ids.shape == (3, 1, 7)
     assert packed.position_ids[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
     assert packed.layout.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
-    assert packed.layout.predicting_positions_K.tolist() == [2, 3, 4, 2, 5, 6]
+    assert packed.layout.predicting_positions.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
     row_values = packed.spread_over_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
     expected_values = torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout import agreement
-from adora_vl.rollout.engine_and_policy import Prompts
+from adora_vl.rollout.engine_and_policy import NamedPrompts
 from adora_vl.utils.checks import Check, failed, passed
 from adora_vl.utils.errors import RolloutError
 
@@ -43,7 +43,7 @@ def pair_with_positions(model: int = 10**6, engine: int = 10**6) -> Any:
     )
 
 
-def prompts_with_images(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
+def prompts_with_images(shapes: list[tuple[list[int], list[int]]]) -> NamedPrompts:
     """Return prompts that have images and then a text.
 
     `shapes`: for each row the token ids of its text, and the sizes of its images in image tokens.
@@ -63,7 +63,7 @@ def prompts_with_images(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
     }
     fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
-    return Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
+    return NamedPrompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
 
 
 PROMPT_SHAPES = st.tuples(
@@ -106,7 +106,7 @@ def test_lengthened_prompts_are_the_same_prompts_behind_tokens_of_their_own_text
     assert far.fields["image_grid_thw"].prod(dim=-1).tolist() == [4 * size for size in sizes]
     assert torch.equal(far.fields["pixel_values"], near.fields["pixel_values"][: 4 * sum(sizes)])
     assert far.num_images == near.num_images[:rows]
-    assert len(far.names) == rows
+    assert len(far.row_names) == rows
 
 
 def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
@@ -124,7 +124,7 @@ def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
 
 def test_prompts_without_images_keep_none():
     """The first two of three prompts of text are lengthened, up to the engine's context."""
-    text_prompts = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
+    text_prompts = NamedPrompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
     far = agreement.lengthened_prompts(pair_with_positions(engine=100), text_prompts, 10)
     assert far is not None
     assert far.images is None
@@ -200,7 +200,7 @@ def test_training_starts_where_engine_and_trainer_agree(run_self_check, capsys):
     run_self_check(
         [
             passed(agreement.PROMPTS_CHECK, "2 prompts"),
-            passed(agreement.COLD_CHECK, "1e-06 nats per token"),
+            passed(agreement.AGREEMENT_CHECK, "1e-06 nats per token"),
         ]
     )
     assert (
@@ -217,12 +217,12 @@ def test_training_is_refused_where_engine_and_trainer_do_not_agree(run_self_chec
         run_self_check(
             [
                 passed(agreement.PROMPTS_CHECK, "2 prompts"),
-                failed(agreement.COLD_CHECK, "3 nats per token", "mend it"),
+                failed(agreement.AGREEMENT_CHECK, "3 nats per token", "mend it"),
             ]
         )
 
 
 def test_without_an_engine_there_is_nothing_to_check(run_self_check, capsys):
     """A run without an engine makes no check: one that would fail is not looked at."""
-    run_self_check([failed(agreement.COLD_CHECK, "not looked at", "x")], engine=None)
+    run_self_check([failed(agreement.AGREEMENT_CHECK, "not looked at", "x")], engine=None)
     assert capsys.readouterr().out == ""

@@ -389,7 +389,7 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     requests = sampling_requests(prompts, images_of_rows, **numbers)
 
     assert [len(request) for request in merge_requests(requests)] == [2, 2, 1, 1, 1]
-    requests_of_one_group = [replace(request, group=0) for request in requests]
+    requests_of_one_group = [replace(request, merge_key=0) for request in requests]
     assert [len(request) for request in merge_requests(requests_of_one_group)] == [4, 1, 2], (
         "an image and its copy are the same"
     )
@@ -429,7 +429,7 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     ]
     requests = [
         SamplingRequest(
-            prompt_ids=[*prompt, *tokens], images=[], group=group, seed=seed, max_tokens=limit
+            prompt_ids=[*prompt, *tokens], images=[], merge_key=group, seed=seed, max_tokens=limit
         )
         for tokens, group, seed, limit in rollouts
     ]
@@ -465,8 +465,8 @@ def test_a_request_for_few_tokens_asks_for_no_longer_answer():
     The answers by which engine and policy are compared are shorter than those of the run.
     """
     settings = {"min_tokens": 10, "max_tokens": 16}
-    short = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=8)
-    unlimited = SamplingRequest(prompt_ids=[1], images=[], group=0)
+    short = SamplingRequest(prompt_ids=[1], images=[], merge_key=0, max_tokens=8)
+    unlimited = SamplingRequest(prompt_ids=[1], images=[], merge_key=0)
     assert short.sampling_parameters(settings) == {"min_tokens": 8, "max_tokens": 8}
     assert unlimited.sampling_parameters(settings) == settings
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adora_vl.rollout import importance
-from adora_vl.rollout.rollouts import engine_logp
+from adora_vl.rollout.rollouts import logp_or_minus_infinity
 from tests.support.step_context import step_context
 
 
@@ -106,10 +106,10 @@ def test_the_message_says_how_far_where_and_why():
 def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for(value):
     """A log-probability of the engine that is no number counts as infinite drift and a ratio of 0.
 
-    vLLM gives NaN where weights overflow, and TRL's client reads that as None. `engine_logp` makes
-    it differ from the NaN of a token that the engine was not asked for.
+    vLLM gives NaN where weights overflow, and TRL's client reads that as None.
+    `logp_or_minus_infinity` makes it differ from the NaN of a token without an engine's number.
     """
-    logp = engine_logp(value)
+    logp = logp_or_minus_infinity(value)
     sums = drift_sums(trainer=[-1.0, -1.0], engine=[logp, -1.0], mask=[1, 1])
     assert importance.merge_drift_sums(sums[None]).mean == math.inf
     ratio = importance.importance_ratio(
@@ -124,7 +124,7 @@ def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for
 
 
 def test_a_finite_log_probability_of_the_engine_stays():
-    assert engine_logp(-0.5) == -0.5
+    assert logp_or_minus_infinity(-0.5) == -0.5
 
 
 RATIOS = {

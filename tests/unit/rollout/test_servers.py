@@ -98,7 +98,7 @@ def engine_with_servers(
         accelerator=accelerator,
     )
     engine.__dict__.update(
-        _engine_has_all_parameters=False, _timed=nullcontext, image_token_id=IMAGE
+        _engine_has_all_parameters=False, _count_seconds=nullcontext, image_token_id=IMAGE
     )
     engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(server.url for server in servers)

@@ -46,7 +46,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
 # The two rollouts of one group, which become one request of vLLM.
-REQUESTS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
+REQUESTS = [SamplingRequest(prompt_ids=[1], images=[], merge_key=0)] * 2
 # What the engine reads of a run beside its sleep. No test here looks at these.
 SAMPLING_ATTRIBUTES: dict[str, Any] = {
     "image_token_id": None,
@@ -116,7 +116,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         enable_sleep_mode=True,
         _llm_weights_sleeping=True,
         _engine_has_all_parameters=False,
-        _timed=nullcontext,
+        _count_seconds=nullcontext,
         model=nn.Linear(1, 1),
         accelerator=SimpleNamespace(process_index=0),
         calls=calls,
@@ -197,7 +197,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, 
     clock = PhaseClock(print, sleep_mode=True, evaluates=False, memory=None)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
-    engine._timed = clock.phase
+    engine._count_seconds = clock.phase
     engine.model.config = None
     engine.settings = settings_of_engine()
     engine._init_vllm()

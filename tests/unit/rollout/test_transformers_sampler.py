@@ -23,7 +23,7 @@ def prompts_of(*ids: list[int]) -> PromptBatch:
 
 def request(prompt_ids: list[int], max_tokens: int) -> SamplingRequest:
     """Return a request for at most `max_tokens` tokens."""
-    return SamplingRequest(prompt_ids=prompt_ids, images=[], group=0, max_tokens=max_tokens)
+    return SamplingRequest(prompt_ids=prompt_ids, images=[], merge_key=0, max_tokens=max_tokens)
 
 
 def test_all_requests_are_sampled_at_once_and_each_is_cut_to_its_own_limit():

@@ -152,7 +152,7 @@ def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishRea
     """
     rollout = append_result(
         Rollout(),
-        SamplingRequest(prompt_ids=[7] * 10, images=[], group=0, max_tokens=8, max_length=8),
+        SamplingRequest(prompt_ids=[7] * 10, images=[], merge_key=0, max_tokens=8, max_length=8),
         SamplingResult(tokens=[*tokens], logps=[-0.5] * len(tokens)),
         step=0,
         max_turn_tokens=None,

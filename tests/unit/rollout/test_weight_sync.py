@@ -470,7 +470,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
                 _engine_has_all_parameters=False,
             )
             engine.__dict__.update(
-                _weight_metadata=None, _timed=nullcontext, vllm_client=FakeClient()
+                _weight_metadata=None, _count_seconds=nullcontext, vllm_client=FakeClient()
             )
             engine.settings = settings_of_engine()
             engine.server_group = SimpleNamespace(on_first_rank=lambda do: None)

@@ -331,7 +331,9 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
                 advantage_computer=refilled,
             )
             generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
-            joined = replacement.exchange_groups(generation, batch, refill, chosen_by_rank=[chosen])
+            joined = replacement.take_chosen_groups(
+                generation, batch, refill, chosen_by_rank=[chosen]
+            )
             first_rows = torch.tensor([group % 8 for group in chosen]).repeat_interleave(4) * 4
             rows = first_rows + torch.arange(4).repeat(8)
             assert torch.equal(joined.batch["prompt_ids"][:, 0], rows)

@@ -154,7 +154,7 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
     request = SamplingRequest(
         prompt_ids=[1],
         images=[],
-        group=0,
+        merge_key=0,
         max_tokens=3,
         max_length=9,
     )

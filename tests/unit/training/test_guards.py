@@ -335,7 +335,7 @@ def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path)
     """The error of the servers is raised again with the step and the checkpoint."""
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
-    with pytest.raises(RunError, match=line), guard.ending_run_without_servers():
+    with pytest.raises(RunError, match=line), guard.ending_run_if_no_server_is_left():
         raise NoServerError("no server")
 
 

@@ -482,5 +482,5 @@ def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
     """
     old_logps = OldLogps(step_context(**ENGINE_OLD_LOGPS_KEYS), has_dropout=False)
     micro_batch: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
-    old_logps.prepare_loss(micro_batch, 0)
+    old_logps.set_or_remove_column(micro_batch, 0)
     assert micro_batch["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]

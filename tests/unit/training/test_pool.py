@@ -466,7 +466,7 @@ class SimulatedRun:
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
         guard: Any = SimpleNamespace(
-            refuse_unusable=lambda *_: None, ending_run_without_servers=nullcontext
+            refuse_unusable=lambda *_: None, ending_run_if_no_server_is_left=nullcontext
         )
         scorer = StandInScorer(context.accelerator, has_signal)
         # An answer that is shorter than its limit has ended by itself.
@@ -804,7 +804,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
             for member in range(GROUP_SIZE)
         ]
         assert [request.seed for request in requests] == seeds
-        assert len({request.group for request in requests}) == GROUPS_PER_GENERATION
+        assert len({request.merge_key for request in requests}) == GROUPS_PER_GENERATION
         assert len(merge_requests(requests)) == GROUPS_PER_GENERATION
 
 
@@ -847,8 +847,8 @@ def test_a_continued_rollout_has_a_seed_and_a_request_of_its_own_and_comes_first
     for requests in engine.requests_of_calls:
         is_continued = [len(request.prompt_ids) > 1 for request in requests]
         assert is_continued == sorted(is_continued, reverse=True), "continued ones come first"
-        continued_keys = [request.group for request in requests if len(request.prompt_ids) > 1]
-        new_keys = [request.group for request in requests if len(request.prompt_ids) == 1]
+        continued_keys = [request.merge_key for request in requests if len(request.prompt_ids) > 1]
+        new_keys = [request.merge_key for request in requests if len(request.prompt_ids) == 1]
         assert len(set(continued_keys)) == len(continued_keys)
         assert not {*continued_keys} & {*new_keys}
 
@@ -1238,8 +1238,8 @@ def refill_rounds_of_new_groups(run: SimulatedRun) -> set[int]:
         # A prompt is one token. A rollout that is continued has its earlier tokens behind it.
         is_new = len(request.prompt_ids) == 1
         if is_new:
-            assert isinstance(request.group, DrawnProblem)
-            rounds.add(request.group.key.refill_round)
+            assert isinstance(request.merge_key, DrawnProblem)
+            rounds.add(request.merge_key.key.refill_round)
     return rounds
 
 

@@ -22,7 +22,7 @@ from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.training.recompute import (
     RECOMPUTED_LAYERS_KEY,
-    CardBytes,
+    GpuBytes,
     GradientSnapshots,
     RecomputedLayers,
     recomputable_layers,
@@ -62,7 +62,7 @@ def three_billion() -> ModelShape:
 def recompute_switch(
     model: PreTrainedModel,
     *,
-    card: Callable[[], CardBytes] | None = None,
+    card: Callable[[], GpuBytes] | None = None,
     shape: Callable[[], ModelShape] = three_billion,
     sharding: Sharding | None = None,
     accelerator: FakeAccelerator | None = None,
@@ -90,7 +90,7 @@ def recompute_switch(
         model=model,
         shape=shape,
         sharding=sharding or Sharding(),
-        read_card=card,
+        read_gpu_bytes=card,
     )
 
 
@@ -153,7 +153,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
     """
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
-        "all": {"adora_recompute": "all", "card": lambda: CardBytes(80 * GIB, 80 * GIB)},
+        "all": {"adora_recompute": "all", "card": lambda: GpuBytes(80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
     }
     for name, keys in unchanged.items():
@@ -175,7 +175,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
     model.gradient_checkpointing_disable()
     context = step_context(gradient_checkpointing=False, adora_recompute=2)
     switch = RecomputedLayers(
-        context, model=model, shape=three_billion, sharding=Sharding(), read_card=None
+        context, model=model, shape=three_billion, sharding=Sharding(), read_gpu_bytes=None
     )
     with switch.switched(PASS_SIZE):
         assert not any(layer.gradient_checkpointing for layer in recomputable_layers(model))
@@ -232,7 +232,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     switch = recompute_switch(
         model,
         shape=shape,
-        card=lambda: CardBytes(free_bytes, card_bytes),
+        card=lambda: GpuBytes(free_bytes, card_bytes),
         log=log,
         adora_recompute="auto",
     )
@@ -275,7 +275,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
             shape=shape_of(model),
             sharding=sharding,
             accelerator=ranks,
-            card=lambda: CardBytes(ample_bytes, ample_bytes),
+            card=lambda: GpuBytes(ample_bytes, ample_bytes),
             adora_recompute="auto",
         )
         with switch.switched(PASS_SIZE):
@@ -322,7 +322,7 @@ def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     switch = recompute_switch(
         model,
         shape=shape_of(model),
-        card=lambda: CardBytes(10**15, total),
+        card=lambda: GpuBytes(10**15, total),
         adora_recompute="auto",
         **keys,
     )
