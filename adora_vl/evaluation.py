@@ -391,14 +391,6 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate all tasks, and count the seconds that this takes. Collective.
-
-        `step`: optimizer steps that have been made.
-        """
-        with self.timed_evaluation():
-            self._evaluate_tasks(step)
-
-    def _evaluate_tasks(self, step: int) -> None:
         """Sample the answers to all tasks, score them, and log the metrics. Collective.
 
         Every rank samples its share, and the first rank scores and logs.
@@ -406,20 +398,21 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         `step`: optimizer steps that have been made, for the printed line.
         """
         accelerator = self.engine_and_policy.accelerator
-        with (
-            self.generation_sampler.guard.ending_run_if_no_server_is_left(),
-            self.engine_and_policy.sampler.awake(),
-        ):
-            answers_by_task = [self._answer(task) for task in self.plan.tasks]
-        has_answer_tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt_template)
-        for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
-            all_answers = gather_object(answers)
-            if accelerator.is_main_process:
-                metrics = metrics_in_training(
-                    task.benchmark, all_answers, answer_tags=has_answer_tags
-                )
-                self._log_metrics(task, step, metrics, answered_count=len(all_answers))
-        accelerator.wait_for_everyone()
+        with self.timed_evaluation():  # counts its seconds
+            with (
+                self.generation_sampler.guard.ending_run_if_no_server_is_left(),
+                self.engine_and_policy.sampler.awake(),
+            ):
+                answers_by_task = [self._answer(task) for task in self.plan.tasks]
+            has_answer_tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt_template)
+            for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
+                all_answers = gather_object(answers)
+                if accelerator.is_main_process:
+                    metrics = metrics_in_training(
+                        task.benchmark, all_answers, answer_tags=has_answer_tags
+                    )
+                    self._log_metrics(task, step, metrics, answered_count=len(all_answers))
+            accelerator.wait_for_everyone()
 
     def _answer(self, task: EvaluationTask) -> list[dict[str, Any]]:
         """Return the answers to this rank's share of a task's problems, a dict for each.

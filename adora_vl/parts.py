@@ -259,7 +259,7 @@ class StepParts:
             self.context,
             guard=self._reward_guard,
             weights_F=self._trainer.reward_weights,
-            names=self._trainer.reward_func_names,
+            function_names=self._trainer.reward_func_names,
         )
 
     @cached_property
@@ -579,7 +579,7 @@ class StepParts:
         config = self.context.config
         attention = configured_attention(trainer.model.config)
         return MicroBatchMemory(
-            activation_memory=lambda: activation_memory_of(
+            make_activation_memory=lambda: activation_memory_of(
                 config,
                 shape=self._run.shape,
                 sharding=self._run.context.sharding,

@@ -137,7 +137,7 @@ def fill_micro_batches(groups: Sequence[Sequence[SubgroupSize]], longest: int) -
         for rank_groups in by_number
     ]
     room = MicroBatchMemory(
-        activation_memory=lambda: ACTIVATIONS_OF_7B,
+        make_activation_memory=lambda: ACTIVATIONS_OF_7B,
         longest_completion=longest,
         shares_prompts=lambda: True,
         masks_padding=True,

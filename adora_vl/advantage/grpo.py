@@ -64,7 +64,7 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = TRL_
     """
     if scale not in KNOWN_SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(KNOWN_SCALES)}")
-    advantages_PG = torch.nan_to_num(_normalise(rewards, scale, eps), nan=0.0)
+    advantages_PG = torch.nan_to_num(_normalise(rewards, scale=scale, eps=eps), nan=0.0)
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)
 
 
@@ -78,7 +78,7 @@ def _standard_deviation(rewards: Tensor, scale: str) -> Tensor:
     return nan_standard_deviation(rewards, torch.nanmean(rewards, dim=-1, keepdim=True))
 
 
-def _normalise(rewards: Tensor, scale: str, eps: float) -> Tensor:
+def _normalise(rewards: Tensor, *, scale: str, eps: float) -> Tensor:
     """Return the rewards minus the mean of their group, divided as TRL's `scale_rewards` says.
 
     A group is the last dimension. The order of operations is that of TRL, so that both agree to the
@@ -120,18 +120,19 @@ def compute_trl_advantages(
     if not sums_rewards:
         # The rollouts of a group have to be the last dimension.
         rewards_PFG = rewards_PGF.transpose(1, 2)
-        summands_PGF = _normalise(rewards_PFG, "group", TRL_EPS).transpose(1, 2)
+        summands_PGF = _normalise(rewards_PFG, scale="group", eps=TRL_EPS).transpose(1, 2)
         scale = "batch"
     sums_PG = (summands_PGF * weights_F.to(rewards_PGF.device)).nansum(dim=2)
     # `nansum` gives 0 where no function scored a rollout. NaN keeps it out of the means below.
     is_unscored_PG = torch.isnan(rewards_PGF).all(dim=2)
     sums_PG = torch.where(is_unscored_PG, torch.nan, sums_PG)
     if sums_rewards:
-        advantages_PG = _normalise(sums_PG, scale, TRL_EPS)
+        advantages_PG = _normalise(sums_PG, scale=scale, eps=TRL_EPS)
     else:
         # To normalise by batch is to normalise by group with the whole batch as one group.
         batch_as_one_group = sums_PG.view(1, -1)
-        advantages_PG = _normalise(batch_as_one_group, "group", TRL_EPS).view_as(sums_PG)
+        normalised = _normalise(batch_as_one_group, scale="group", eps=TRL_EPS)
+        advantages_PG = normalised.view_as(sums_PG)
     return TrlAdvantages(
         advantages_PG=torch.nan_to_num(advantages_PG, nan=0.0),
         standard_deviation=_standard_deviation(sums_PG, scale),

@@ -245,8 +245,8 @@ def hash_adapters(adapters: Sequence[Adapter], base: str) -> str:
 
     For example, adapters with the commits c1 and c2 on a base c3 give `c1 on c2 on c3`.
 
-    `adapters`: each was trained on the next one, and the last one on the base. `base`: the commit
-    or content hash of the base.
+    `adapters`: [b, a] if b was trained on a, and a on the base. `base`: the commit or content hash
+    of the base.
     """
     hashes = [adapter.commit or str(model_hash(str(adapter.folder))) for adapter in adapters]
     return " on ".join([*hashes, base])
@@ -272,7 +272,7 @@ def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
 
     Args:
         base: its folder or hub id.
-        adapters: each was trained on the next one, and the last one on the base.
+        adapters: [b, a] if b was trained on a, and a on the base.
         init_kwargs: arguments of `from_pretrained`.
     """
     from peft import get_peft_model
@@ -313,11 +313,11 @@ def _is_to_four_bit(conversion: object) -> bool:
 def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
     """Return a `PeftModel` that trains the first adapter, with the others merged into its base.
 
-    The trained adapter has initial weights until `load_adapter_weights` loads its own.
+    That adapter gets initial weights here. `load_adapter_weights` loads its saved ones later.
 
     Args:
         base: folder or hub id of the base.
-        adapters: each was trained on the next one, and the last one on the base.
+        adapters: [b, a] if b was trained on a, and a on the base. Then b is trained.
         init_kwargs: arguments of `from_pretrained`.
     """
     from peft import get_peft_model

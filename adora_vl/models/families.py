@@ -52,29 +52,31 @@ class Family:
     # Whether the language model's attention normalises queries and keys head by head. It then saves
     # more for the backward pass.
     has_head_norms: bool = False
-    # The rotary embedding interleaves the three axes of positions: in Transformers always, in vLLM
-    # only if the config has `mrope_interleaved`.
+    # Whether the rotary embedding interleaves the three axes of positions. Transformers always does
+    # so, vLLM only if the config has `mrope_interleaved`.
     interleaves_positions: bool = False
     note: str = ""  # what a user is told before a run
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2 and Qwen2.5", None, "models/qwen2/modeling_qwen2.py"),
+    "qwen2": Family(name="Qwen2 and Qwen2.5", vision=None, source="models/qwen2/modeling_qwen2.py"),
     "qwen2_vl": Family(
-        "Qwen2-VL",
-        Vision(
+        name="Qwen2-VL",
+        vision=Vision(
             token_side=28,
             min_pixels=56 * 56,
             max_pixels=16384 * 28 * 28,
             points_in_thousandths=True,
         ),
-        "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the "
+        source="models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the "
         "published processor",
     ),
     "qwen2_5_vl": Family(
-        "Qwen2.5-VL",
-        Vision(token_side=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, has_swiglu=True),
-        "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
+        name="Qwen2.5-VL",
+        vision=Vision(
+            token_side=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, has_swiglu=True
+        ),
+        source="models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
         name="Qwen3-VL",

@@ -41,7 +41,7 @@ def is_four_bit(config: PretrainedConfig) -> bool:
 
 def check_four_bit(
     model: ModelConfig,
-    run: "GRPOConfig",
+    run_config: "GRPOConfig",
     config: PretrainedConfig,
     peft_config: "PeftConfig",
     *,
@@ -52,7 +52,7 @@ def check_four_bit(
 
     Args:
         model: the keys of the model.
-        run: the config of the run.
+        run_config: the config of the run.
         config: the config of the model.
         peft_config: the config of the adapter; None without an adapter.
         zero_stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
@@ -77,11 +77,13 @@ def check_four_bit(
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
         raise UserError(f"{key} trains an adapter alone; set use_peft: true")
-    obstacle = _obstacle_to_four_bit(model, run, peft_config, zero_stage)
+    obstacle = _obstacle_to_four_bit(
+        model, run_config=run_config, peft_config=peft_config, zero_stage=zero_stage
+    )
     if obstacle is not None:
         raise UserError(f"{key} does not go with {obstacle}")
     packages = ["bitsandbytes"]
-    if run.use_vllm:
+    if run_config.use_vllm:
         packages.append("vllm-bnb-plugin")
     for package in packages:
         if runs_here and not installed_version(package):
@@ -92,7 +94,7 @@ def check_four_bit(
 
 
 def _obstacle_to_four_bit(
-    model: ModelConfig, run: "GRPOConfig", peft_config: "PeftConfig", zero_stage: int | None
+    model: ModelConfig, run_config: "GRPOConfig", peft_config: "PeftConfig", zero_stage: int | None
 ) -> str | None:
     """Return the first setting that a base in 4 bits excludes, with its remedy; None for none.
 
@@ -106,7 +108,7 @@ def _obstacle_to_four_bit(
             model.dtype != "bfloat16",
             f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
         ),
-        (run.fp16, "fp16: true; set bf16: true"),
+        (run_config.fp16, "fp16: true; set bf16: true"),
         (
             model.bnb_4bit_quant_storage not in (None, "uint8"),
             f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
@@ -128,16 +130,18 @@ def _obstacle_to_four_bit(
             f"biases of the adapter ({peft_config.bias})",
         ),
         (
-            run.use_vllm and run.vllm_mode == "server" and run.adora_weight_transfer == "nccl",
+            run_config.use_vllm
+            and run_config.vllm_mode == "server"
+            and run_config.adora_weight_transfer == "nccl",
             "adora_weight_transfer: nccl; set it to file",
         ),
         (
-            run.use_vllm and run.vllm_tensor_parallel_size > 1,
+            run_config.use_vllm and run_config.vllm_tensor_parallel_size > 1,
             "vllm_tensor_parallel_size above 1; set it to 1",
         ),
         (
-            run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
-            f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
+            run_config.use_vllm and run_config.adora_vllm_dtype not in ("auto", "bfloat16"),
+            f"adora_vllm_dtype: {run_config.adora_vllm_dtype}; set it to auto",
         ),
     ):
         if is_obstacle:

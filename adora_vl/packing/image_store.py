@@ -211,7 +211,7 @@ class ImageCache:
             self.cached_bytes -= oldest.frames_RF.nbytes
         return processed
 
-    def preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
+    def make_preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
         """Return a function that replaces the processor's `preprocess` and reads this cache first.
 
         The function has the same arguments and the same output.

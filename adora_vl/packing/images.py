@@ -291,4 +291,9 @@ class DistinctImages:
                 `returning_patch_numbers` the images become patch numbers. None: they are pixels.
         """
         chat_template_kwargs = self._config.chat_template_kwargs or {}
-        return read_prompts(rows, self._processor, chat_template_kwargs, processor_context)
+        return read_prompts(
+            rows,
+            self._processor,
+            chat_template_kwargs=chat_template_kwargs,
+            processor_context=processor_context,
+        )

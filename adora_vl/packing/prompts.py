@@ -224,18 +224,18 @@ def with_pictures_of_tools(
     )
     fields = dict(prompts.fields)
     # The processed images in their new order: those of a row's prompt before the further ones.
-    in_order = processed_by_row
+    processed_in_order = processed_by_row
     prompt_pictures: Sequence[list[Any] | None] = [None] * len(prompts.ids)
     if prompts.images is not None:
         prompt_pictures = prompts.images
         processed_of_prompts = split_images_by_row(
             fields["pixel_values"], fields["image_grid_thw"], prompts.num_images
         )
-        in_order = []
+        processed_in_order = []
         for row_images, new_images in zip(processed_of_prompts, processed_by_row, strict=True):
-            in_order += [row_images, new_images]
-    fields["pixel_values"] = torch.cat([images.pixels for images in in_order])
-    fields["image_grid_thw"] = torch.cat([images.grids for images in in_order])
+            processed_in_order += [row_images, new_images]
+    fields["pixel_values"] = torch.cat([images.pixels for images in processed_in_order])
+    fields["image_grid_thw"] = torch.cat([images.grids for images in processed_in_order])
     # Prompts without images have no column of token types: all of their tokens are text (0).
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
     pictures_by_row = []

@@ -155,7 +155,7 @@ class PackedLayout:
     """
 
     groups: tuple[GroupLayout, ...]
-    # (K,), for each token that is scored: the position whose output predicts it
+    # (labels,), for each label, a token that is scored: the position whose output predicts it
     predicting_positions: Tensor
 
     @cached_property
@@ -205,7 +205,7 @@ class PackedLayout:
 
     @cached_property
     def key_positions_K(self) -> Tensor:
-        """The positions in the sequence of each span's keys, (K,), computed once for all layers.
+        """The positions in the sequence of the K keys of all spans, computed once for all layers.
 
         The prompt's positions come once with the longest rollout, and once more before each other
         rollout. They are 0 1 2 3 4 and 0 1 2 5 in the example above.
@@ -226,7 +226,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """A packed sequence (N = 1) of S positions for B rollouts of at most C tokens.
+    """N = 1 packed sequence of S positions, for B rollouts of at most C tokens.
 
     For example, the rollouts `a1 a2` and `b1 b2 b3` of one prompt p are packed as `p b1 b2 a1`,
     the longest first. The labels are `b1 b2 b3 a1 a2`. They are the tokens that are scored.
@@ -234,8 +234,7 @@ class PackedSequence:
 
     ids_NS: Tensor
     position_ids: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
-    # (1, K), the tokens that are scored; -100 alone where no token is
-    labels: Tensor
+    labels: Tensor  # (1, labels), the tokens that are scored; -100 alone where no token is
     # For each completion token its index in the flattened `labels`; 0 where it is not scored. In
     # the example: [[3, 4, 0], [0, 1, 2]].
     label_index_BC: Tensor
@@ -243,7 +242,7 @@ class PackedSequence:
     layout: PackedLayout
 
     def spread_over_rows(self, label_values: Tensor) -> Tensor:
-        """Spread one value per label, (1, K), over the rows, (B, C); other places get 0.
+        """Spread one value per label, (1, labels), over the rows, (B, C); other places get 0.
 
         In the example above the values 10 20 30 40 50 become [[40, 50, 0], [10, 20, 30]].
         """
@@ -374,7 +373,8 @@ class _SequenceBuilder:
     def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
         """Return the sequence, with its tokens gathered on the device of `input_ids`.
 
-        All copies to the device are made without waiting for it.
+        All copies to the device are made without waiting for it. In a run with tools the policy
+        mask is 1 at tokens that the policy sampled, which are scored, and 0 at those of tools.
 
         Args:
             input_ids: (B, P + C), the tokens of the rows.
@@ -399,13 +399,13 @@ class _SequenceBuilder:
         scored_mask_BC = attention_mask[:, self._prompt_width :]
         policy_mask = self._rows_on_cpu.policy_mask
         if policy_mask is not None:
-            # The mask is as wide as the longest completion of the generation. These rows may have
-            # been cut to the longest of their micro-batch.
+            # It is as wide as the longest completion of the generation. These rows may have been
+            # cut to the longest of their micro-batch.
             completion_width = self._row_width - self._prompt_width
             scored_mask_BC = scored_mask_BC * on_device(policy_mask[:, :completion_width])
         return PackedSequence(
             ids_NS=flat_ids[token_index][None],
-            position_ids=position_ids[..., None, :],
+            position_ids=position_ids[..., None, :],  # None: N = 1, before the positions
             labels=labels,
             label_index_BC=on_device(self._label_index_BC),
             scored_mask_BC=scored_mask_BC,

@@ -193,9 +193,9 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     tensor. Heads, dtype and device are those of `query` (1, H, S, D) and `key` (1, Hk, S, D), whose
     values are not used.
     """
-    # Attention does not read the positions that predict tokens; only the LM head does.
-    no_positions_K = torch.zeros(1, dtype=torch.long, device=query.device)
-    layout = PackedLayout(_PROBED_GROUPS, no_positions_K)
+    # Only the LM head would read these positions. Here they say which device the layout is on.
+    unread_positions = torch.zeros(1, dtype=torch.long, device=query.device)
+    layout = PackedLayout(_PROBED_GROUPS, predicting_positions=unread_positions)
     length = sum(layout.span_lengths)
     # Query, key and value. Each has another frequency, so that no two are equal.
     waves = [

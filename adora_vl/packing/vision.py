@@ -41,10 +41,10 @@ def run_tower(
         model_method: the model's own `get_image_features`.
         kwargs: further arguments of `model_method`.
         device: where the tower is.
-        pixels: (R, D), the patches of all images.
+        pixels: (R, D), the R patches of all images, with D values each.
         grids: (images, 3), on the CPU: each image's (temporal, height, width) in patches.
     """
-    # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
+    # The layout of a packed pass is for the text's attention, but Qwen3-VL hands it to the tower.
     kwargs.pop(LAYOUT_ARGUMENT, None)
     if not is_qwen2_5_vl_tower(tower):
         return model_method(pixels, grids.to(device, non_blocking=True), **kwargs)
@@ -405,6 +405,7 @@ def _fill_output(output: BaseModelOutputWithPooling, features_by_image: list[Ima
         output: an output of the tower, whose fields of features are replaced in place.
         features_by_image: for each image its features by the name of the output's field.
     """
+    # Embeddings enter at the first layer alone, so the list of an image has one tensor.
     output[EMBEDDINGS_FIELD] = tuple(
         features[EMBEDDINGS_FIELD][0] for features in features_by_image
     )

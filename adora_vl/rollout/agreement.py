@@ -66,8 +66,8 @@ def agreement_bound(engine_and_policy: EngineAndPolicy) -> float:
     example, for an engine in bfloat16 and a policy in float32.
 
     - Without `adora_max_drift` the rounding bound holds.
-    - With a temperature, filters or penalties `adora_max_drift` holds, since engine and policy then
-      differ by more than rounding.
+    - With a temperature, filters or penalties `adora_max_drift` holds, since these too make engine
+      and policy differ.
     - Otherwise the smaller of the two holds.
     """
     assert engine_and_policy.engine is not None
@@ -188,7 +188,7 @@ def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = 
     Args:
         name: the check's name in reports.
         drift: the difference.
-        bound: the largest mean difference that passes.
+        bound: the largest mean difference that passes, in nats per token.
         remedy: what to do where it fails.
         note: is added to the figures.
 
@@ -212,7 +212,7 @@ class EngineProbe:
 
     @property
     def bound(self) -> float:
-        """The largest mean difference that passes, in nats per token."""
+        """The largest mean difference of log-probabilities that passes, in nats per token."""
         return agreement_bound(self.engine_and_policy)
 
     def sample(
@@ -278,7 +278,7 @@ class EngineProbe:
         """
         self.engine_and_policy.sync_weights()
         try:
-            drift = self.compare("cold")  # the name of the check, from which the seeds follow
+            drift = self.compare(check_name="cold")
         except OtherRankError as error:
             return [
                 skipped(PROMPTS_CHECK, f"on another rank: {error}"),
@@ -294,7 +294,7 @@ class EngineProbe:
         ids = self.prompts.ids
         return [
             passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens"),
-            check_drift(AGREEMENT_CHECK, drift, self.bound, remedy=DTYPE_REMEDY),
+            check_drift(AGREEMENT_CHECK, drift, bound=self.bound, remedy=DTYPE_REMEDY),
         ]
 
     def check_distant_agreement(self) -> Check:
@@ -307,12 +307,12 @@ class EngineProbe:
             return skipped(
                 DISTANT_CHECK, "model and engine take no longer prompts (vllm_max_model_length)"
             )
-        drift = self.compare("far", prompts)
+        drift = self.compare(check_name="far", prompts=prompts)
         first_position = min(gather_object([len(ids) for ids in prompts.ids]))
         return check_drift(
             DISTANT_CHECK,
             drift,
-            distant_bound(self.engine_and_policy),
+            bound=distant_bound(self.engine_and_policy),
             remedy=POSITIONS_REMEDY,
             note=f", answers from position {first_position} on",
         )

@@ -65,7 +65,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         Args:
             args: positional arguments of stock TRL.
             settings: settings of the engine that stock TRL has no argument for.
-            count_seconds: returns a context that counts the seconds of a `sync`, `wake` or `sleep`.
+            count_seconds: returns a context that counts its seconds as those of an action, which
+                is `sync`, `wake` or `sleep`.
             kwargs: keyword arguments of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
@@ -105,7 +106,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         # Where servers read weights from files; None: one server gets them by NCCL.
         weight_folder = self.settings.weight_folder
         if self.mode == "colocate" or weight_folder is not None:
-            refuse_on_cpu(self.model.config, self.enable_sleep_mode)
+            refuse_on_cpu(self.model.config, sleep_mode=self.enable_sleep_mode)
         if self.mode == "server" and weight_folder is not None:
             self._connect(Path(weight_folder))
             return
@@ -224,7 +225,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         if max_model_length is None:
             max_model_length = self.model.config.get_text_config().max_position_embeddings
         options = machine_options(
-            max_model_length, settings.max_num_batched_tokens, settings.enforce_eager
+            max_model_length,
+            max_batched_tokens=settings.max_num_batched_tokens,
+            eager=settings.enforce_eager,
         )
         options["dtype"] = settings.dtype or dtype_name(self.model.dtype)
         options["logprobs_mode"] = self._logprobs_mode()
@@ -321,7 +324,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
-            compat.IMAGE_PROCESSING.install(cache.preprocess(processor), on=processor)
+            compat.IMAGE_PROCESSING.install(cache.make_preprocess(processor), on=processor)
 
     def _place_features(
         self, features: dict[str, Any] | None, prompt_ids: list[int]

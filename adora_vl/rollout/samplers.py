@@ -218,6 +218,7 @@ class AsyncServerSampler(VLLMSampler):
         # whether a server was started again and lacks the weights that training does not change
         self._server_needs_all_weights = False
         self._thread: threading.Thread | None = None
+        # since the last call of `pop_seconds_waited`, which says who waits for what
         self._seconds_waited_by = {"trainer": 0.0, "servers": 0.0}
 
     def _send_weights(self) -> None:

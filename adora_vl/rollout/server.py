@@ -252,12 +252,15 @@ class Server:
         server has read another prompt.
         """
         tokens_by_rollout = reply["completion_ids"]
+        # By rollout and position, the log-probabilities of one or more candidates for the token.
         candidate_logps = reply["logprobs"]
         token_counts = [len(tokens) for tokens in tokens_by_rollout]
         logp_counts = [len(logps) for logps in candidate_logps or ()]
         rollout_count = group_request.rollout_count
+        has_wrong_count = len(token_counts) != rollout_count
         has_empty_rollout = not all(token_counts)
-        if len(token_counts) != rollout_count or has_empty_rollout or logp_counts != token_counts:
+        lacks_logps = logp_counts != token_counts
+        if has_wrong_count or has_empty_rollout or lacks_logps:
             raise UnusableServerError(
                 f"asked for {rollout_count} rollouts it gave {token_counts} tokens, {logp_counts} "
                 "of them scored"
@@ -267,7 +270,8 @@ class Server:
             max_tokens=group_request.settings["max_tokens"],
             vocabulary_size=self._vocabulary_size,
         )
-        if reply["prompt_ids"] != [group_request.prompt_ids]:
+        prompts_read = reply["prompt_ids"]
+        if prompts_read != [group_request.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
         logps_by_rollout = sampled_logps(
             tokens_by_rollout,

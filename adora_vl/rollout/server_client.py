@@ -22,6 +22,8 @@ SERVER_THREAD = "vllm-servers"  # the name of each thread that waits for a serve
 # Requests that a server has at a time. This is vLLM's own limit; more would wait in its queue.
 MAX_REQUESTS_PER_SERVER = 256
 _CONNECT_TIMEOUT_S = 10.0
+# Until `Server` mounts the run's own timeout, a client only asks short questions.
+_STARTUP_ANSWER_TIMEOUT_S = 10.0
 # A machine that loses its power closes no connection. With these options the kernel closes it after
 # 2 minutes of silence.
 _KEEPALIVE_OPTIONS = [
@@ -115,7 +117,7 @@ class _Session(requests.Session):
         super().__init__()
         self.auth = login
         self.trust_env = not is_this_machine(address)  # `trust_env` reads the proxy variables
-        mount_timeouts(self, answer_timeout_s=_CONNECT_TIMEOUT_S)
+        mount_timeouts(self, answer_timeout_s=_STARTUP_ANSWER_TIMEOUT_S)
 
 
 class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy

@@ -306,8 +306,8 @@ def merged_parameters(
         is_adapted = _is_adapted(module)
         # The adapter's own parameters are not sent: the names are those of the layer inside it.
         layer = _layer_without_adapter(module)
-        # `_modules_to_sync` yields the children of a module without an adapter too, so only its own
-        # parameters are taken here. It does not yield those of a layer with an adapter.
+        # A module without an adapter gives only its own parameters: its children are modules of
+        # this loop too. A layer with an adapter gives those of its children as well.
         parameter_by_name = dict(layer.named_parameters(recurse=is_adapted))
         chosen_parameters = {}
         for name, parameter in parameter_by_name.items():

@@ -199,7 +199,7 @@ def _parse_finite_float(digits: str) -> float:
     """Return the float of a number in JSON. Raises `ValueError` for an overflow, such as 1e999."""
     value = float(digits)
     if not math.isfinite(value):
-        _refuse_constant("a number without an end")
+        raise ValueError("a number without an end is no number")
     return value
 
 
@@ -316,10 +316,10 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
         random.seed(seed_number)
         np.random.seed(seed_number % 2**32)  # NumPy takes 32 bits
         torch.manual_seed(seed_number >> 1)  # torch takes 63 bits
-        # `deadline` raises `OverdueError` in Python code. Compiled code cannot be interrupted, so
-        # `backstop` ends the whole process some time later. `ending_forked_children` ends forked
-        # processes, and has to be the innermost: `backstop` would wait in them for a thread that
-        # they lack.
+        # `deadline` raises `OverdueError` in Python code. Compiled code cannot be interrupted, so a
+        # thread of `backstop` ends the whole process some time later. `ending_forked_children` ends
+        # forked processes. It is innermost, so that they never leave `backstop`, which would wait
+        # for its thread: a forked process does not have the threads of its parent.
         with (
             restoring_working_directory(Path.cwd()),
             backstop(seconds),

@@ -28,8 +28,8 @@ class Environments:
 
     The policy may call the public methods of its rollout's environment as tools. As in TRL an
     environment is built once, and reset for a new rollout in each generation. `_instances` are all
-    that were built, of which the first `_in_use` belong to rollouts of the present generation. A
-    message prefix names the row of the problem, such as `environment_factory: row 7`.
+    that were built, of which the first `_in_use_count` belong to rollouts of the present
+    generation. A message prefix names the row of the problem, such as `environment_factory: row 7`.
     """
 
     factory: Callable[[], Any]
@@ -40,7 +40,7 @@ class Environments:
     """The time limit for building or resetting one environment."""
     _instances: list[Any] = field(default_factory=list, init=False)
     """All instances that were built so far."""
-    _in_use: int = field(default=0, init=False)
+    _in_use_count: int = field(default=0, init=False)
     """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Environments:
                 are then free again, since no rollout of the last one needs its own any longer.
         """
         if begins_generation:
-            self._in_use = 0
+            self._in_use_count = 0
         return [self._reset_for_group(group, run_seed, control_tokens) for group in groups]
 
     def _reset_for_group(
@@ -147,10 +147,10 @@ class Environments:
 
         `message_prefix`: begins the message of an error, such as `environment_factory: row 7`.
         """
-        if self._in_use == len(self._instances):
+        if self._in_use_count == len(self._instances):
             self._build_instance(message_prefix)
-        environment = self._instances[self._in_use]
-        self._in_use += 1
+        environment = self._instances[self._in_use_count]
+        self._in_use_count += 1
         return environment
 
     def _build_instance(self, message_prefix: str) -> Any:

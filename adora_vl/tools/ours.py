@@ -122,6 +122,7 @@ def mark(
         label: A few letters.
         picture: Number of the picture, from 0.
     """
+    # The model reads the docstring, with the words of `view.points` in place of `{points}`.
     if len(label) > _MAX_LABEL_CHARS:
         raise ValueError(f"the label has {len(label)} characters, at most {_MAX_LABEL_CHARS}")
     image = _picture_with_number(images, picture).convert("RGB")
@@ -163,6 +164,7 @@ def line(
         y2: Where it ends from the top.
         picture: Number of the picture, from 0.
     """
+    # The model reads the docstring, with the words of `view.points` in place of `{points}`.
     image = _picture_with_number(images, picture).convert("RGB").copy()
     fractions = view.to_fractions(image, (x1, y1), (x2, y2))
     start, end = [_pixel_at(image, fraction) for fraction in fractions]
@@ -193,6 +195,7 @@ def measure(  # noqa: PLR0913  # the model writes each coordinate by its name
         y3: Third point from the top.
         picture: Number of the picture, from 0.
     """
+    # The model reads the docstring, with the words of `view.points` in place of `{points}`.
     if (x3 is None) != (y3 is None):
         raise ValueError("a third point has both x3 and y3: give both for an angle, or neither")
     image = _picture_with_number(images, picture)

@@ -80,7 +80,7 @@ def check_answer_limits(
     )
     for schema in toolbox.schemas:
         _check_token_limits(
-            toolbox, tool_loop=tool_loop, function=schema["function"], limits=limits
+            toolbox, tool_loop=tool_loop, function_schema=schema["function"], limits=limits
         )
 
 
@@ -149,7 +149,7 @@ def _check_text_limit(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> 
 def _check_token_limits(
     toolbox: Toolbox,
     tool_loop: ToolLoop,
-    function: Mapping[str, Any],
+    function_schema: Mapping[str, Any],
     limits: ConversationLimits,
 ) -> None:
     """Raise `UserError` if the shortest call of a tool and its shortest answer do not fit.
@@ -160,11 +160,11 @@ def _check_token_limits(
     Args:
         toolbox: the tools of the run.
         tool_loop: counts tokens with the model's tokenizer and chat template.
-        function: the schema of the tool.
+        function_schema: the schema of the tool.
         limits: the limits of a conversation.
     """
-    name = function["name"]
-    call_length = _shortest_call_tokens(tool_loop, function)
+    name = function_schema["name"]
+    call_length = _shortest_call_tokens(tool_loop, function_schema)
     picture_tokens = _fewest_picture_tokens(toolbox, toolbox.tool_set.functions[name])
     answer_length = tool_loop.empty_answer_length + picture_tokens
     needed_tokens = call_length + answer_length + MIN_TOKENS_LEFT
@@ -196,7 +196,7 @@ def _check_token_limits(
         )
 
 
-def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
+def _shortest_call_tokens(tool_loop: ToolLoop, function_schema: Mapping[str, Any]) -> int:
     """Return the number of tokens of the shortest call that the schema of a tool allows.
 
     For example, the shortest call of `calculate` without spaces is
@@ -205,11 +205,11 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
 
     The mark `</tool_call>` is not counted, since a model may omit it.
     """
-    parameters = function["parameters"]
+    parameters = function_schema["parameters"]
     properties = parameters["properties"]
     required = parameters.get("required", ())
     arguments = {name: shortest_value(properties[name]) for name in required}
-    call = {"name": function["name"], "arguments": arguments}
+    call = {"name": function_schema["name"], "arguments": arguments}
     with_spaces = json.dumps(call)
     without_spaces = json.dumps(call, separators=(",", ":"))
     # The spaces in the JSON change the number of tokens, and which spelling takes the fewest

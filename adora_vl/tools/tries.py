@@ -43,8 +43,8 @@ def nondeterminism_warnings(
     lines = []
     environments_of_run = toolbox.tool_set.environments
     for schema in toolbox.schemas:
-        function = schema["function"]
-        name = function["name"]
+        function_schema = schema["function"]
+        name = function_schema["name"]
         is_method = environments_of_run is not None and name in environments_of_run.tools
         is_built_in = BUILT_IN_TOOLS.get(name) is toolbox.tool_set.functions[name]
         lacks_environment = is_method and not environments
@@ -52,7 +52,10 @@ def nondeterminism_warnings(
             continue
         environment_pair = environments if is_method else (None, None)
         answers = _different_answers(
-            toolbox, function=function, images=images, environments=environment_pair
+            toolbox,
+            function_schema=function_schema,
+            images=images,
+            environments=environment_pair,
         )
         if answers is not None:
             first, second = answers
@@ -67,7 +70,7 @@ def nondeterminism_warnings(
 
 def _different_answers(
     toolbox: Toolbox,
-    function: Mapping[str, Any],
+    function_schema: Mapping[str, Any],
     images: Sequence[Image.Image],
     environments: Sequence[Any],
 ) -> tuple[str, str] | None:
@@ -78,12 +81,12 @@ def _different_answers(
 
     Args:
         toolbox: the tools of the run.
-        function: the schema of the tool.
+        function_schema: the schema of the tool.
         images: the pictures that the tool gets.
         environments: the environment of the first and of the second call, or None for both.
     """
-    for arguments in _trial_arguments(function["parameters"]):
-        call = json.dumps({"name": function["name"], "arguments": arguments})
+    for arguments in _trial_arguments(function_schema["parameters"]):
+        call = json.dumps({"name": function_schema["name"], "arguments": arguments})
         text = f"{CALL_TAG}{call}"
         first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
         second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])

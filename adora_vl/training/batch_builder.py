@@ -233,7 +233,9 @@ class BatchBuilder:
         counts_in_loss: Sequence[bool],
         policy_mask: Sequence[list[bool]] | None = None,
     ) -> Batch:
-        """Return prompts and completions of B rollouts as padded columns on the device.
+        """Return B rollouts as columns on the device: prompts of P tokens, completions of C tokens.
+
+        Prompts are padded on the left, completions on the right.
 
         Args:
             prompts: the prompt of each rollout, with its images. Where a completion has images
@@ -245,12 +247,12 @@ class BatchBuilder:
             policy_mask: which tokens the policy has sampled; None: all of them.
         """
         pad_id = self.context.pad_id
-        image_id = getattr(self.processor, "image_token_id", None)
+        image_token_id = getattr(self.processor, "image_token_id", None)
 
-        # The model computes the positions of image tokens from the mask. In a completion that the
-        # mask leaves out, image tokens would get no positions, so they become padding.
+        # If the loss does not count a completion, its mask is 0, and the model gives its image
+        # tokens no positions. So these tokens are replaced by padding.
         completions = [
-            ids if is_counted else [pad_id if token == image_id else token for token in ids]
+            ids if is_counted else [pad_id if token == image_token_id else token for token in ids]
             for ids, is_counted in zip(completions, counts_in_loss, strict=True)
         ]
         completion_mask = [
@@ -258,15 +260,15 @@ class BatchBuilder:
             for ids, is_counted in zip(completions, counts_in_loss, strict=True)
         ]
         batch: dict[str, Any] = {
-            "prompt_ids": self._pad(prompts.ids, pad_id, "left"),
-            "prompt_mask": self._pad([[1] * len(ids) for ids in prompts.ids], 0, "left"),
-            "completion_ids": self._pad(completions, pad_id, "right"),
-            "completion_mask": self._pad(completion_mask, 0, "right"),
+            "prompt_ids": self._pad(prompts.ids, fill=pad_id, side="left"),
+            "prompt_mask": self._pad([[1] * len(ids) for ids in prompts.ids], fill=0, side="left"),
+            "completion_ids": self._pad(completions, fill=pad_id, side="right"),
+            "completion_mask": self._pad(completion_mask, fill=0, side="right"),
         }
         if prompts.images is not None:
-            batch |= self._image_fields(prompts, batch["completion_ids"], image_id)
+            batch |= self._image_fields(prompts, batch["completion_ids"], image_token_id)
         if policy_mask is not None:
-            batch["tool_mask"] = self._pad(policy_mask, 1, "right")
+            batch["tool_mask"] = self._pad(policy_mask, fill=1, side="right")
         on_device: Batch = self.to_device(batch)
         if logps is not None:
             logps_BC = self._pad(logps, fill=0.0, side="right", dtype=np.float32)
@@ -278,7 +280,7 @@ class BatchBuilder:
         return on_device
 
     def _image_fields(
-        self, prompts: PromptBatch, completion_ids_BC: Tensor, image_id: int | None
+        self, prompts: PromptBatch, completion_ids_BC: Tensor, image_token_id: int | None
     ) -> dict[str, Any]:
         """Return the processor's outputs for images, such as `pixel_values`, as columns of a batch.
 
@@ -290,21 +292,21 @@ class BatchBuilder:
         Args:
             prompts: with the processor's outputs for the prompts.
             completion_ids_BC: the padded completions.
-            image_id: the id of the image token; None for a text model.
+            image_token_id: the id of the image token; None for a text model.
         """
         fields = dict[str, Any](prompts.fields)
         for name in TOKEN_TYPE_FIELDS:
             if name not in fields:
                 continue
             types_of_completions_BC = torch.zeros_like(completion_ids_BC)
-            if name == "mm_token_type_ids" and image_id is not None:
-                types_of_completions_BC = (completion_ids_BC == image_id).long()
-            types_of_prompts_BP = self._pad(fields[name], 0, "left")
+            if name == "mm_token_type_ids" and image_token_id is not None:
+                types_of_completions_BC = (completion_ids_BC == image_token_id).long()
+            types_of_prompts_BP = self._pad(fields[name], fill=0, side="left")
             fields[name] = torch.cat([types_of_prompts_BP, types_of_completions_BC], dim=1)
         return fields
 
     def _pad(
-        self, values: Sequence[Any], fill: float, side: str, dtype: type[np.generic] = np.int64
+        self, values: Sequence[Any], *, fill: float, side: str, dtype: type[np.generic] = np.int64
     ) -> Tensor:
         """Return rows of unequal lengths as one padded tensor, (B, longest row).
 

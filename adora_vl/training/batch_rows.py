@@ -26,6 +26,11 @@ PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
 
 
+def rows_of_groups(groups: Sequence[int], group_size: int) -> list[int]:
+    """Return the numbers of the rows of groups: (0, 2) with groups of two are 0, 1, 4, 5."""
+    return [group * group_size + member for group in groups for member in range(group_size)]
+
+
 class RowReader:
     """Selects rows of a batch, any number of times.
 

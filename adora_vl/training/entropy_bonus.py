@@ -29,8 +29,9 @@ class EntropyBonus:
 
     def __init__(self, config: AdoraGRPOConfig, batcher: MicroBatcher) -> None:
         self.is_on = has_entropy_bonus(config)
-        # 1 at the tokens of the last pass that the bonus acts on; None for all tokens. The trainer
-        # sets it where TRL learns from the tokens of the highest entropy alone.
+        # 1 at the tokens of the last pass that the bonus acts on, (B, C) for B rollouts of C
+        # tokens; None for all tokens. The trainer sets it where TRL learns from the tokens of the
+        # highest entropy alone.
         self.high_entropy_mask_BC: Tensor | None = None
         self._batcher = batcher
         self._is_adaptive = config.use_adaptive_entropy

@@ -54,7 +54,7 @@ class PromptReader:
 
         Args:
             group_of_rollout: for each rollout its group.
-            generation: the present one. Its first call empties the image bank.
+            generation: the present one. The first call for it empties the image bank.
         """
         problems = [group.problem for group in group_of_rollout]
         if self._last_prompts is None or problems != self._last_problems:
@@ -69,6 +69,7 @@ class PromptReader:
         """Return the prompts of all rollouts of these groups, and forget them.
 
         It is called when the groups become a batch, after which nothing reads their prompts again.
+        `generation`: the present one, for prompts that have to be read again.
         """
         group_of_rollout = [group for group in groups for _ in group.rollouts]
         prompts = self.read(group_of_rollout, generation)

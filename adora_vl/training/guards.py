@@ -462,31 +462,34 @@ class RatioGuard:
         return ratio
 
 
-def errors_with_step(step: Callable[[], int], resume_hint: Callable[[], str]) -> TranslatedErrors:
+def errors_with_step(
+    count_steps: Callable[[], int], describe_resume_point: Callable[[], str]
+) -> TranslatedErrors:
     """Return a context manager for the training, which adds the step to the errors inside.
 
     An error of the engine, or an unexpected one, becomes a `RunError` that names the step, and the
     checkpoint from which a new start goes on. Errors that already name them stay as they are.
 
     Args:
-        step: returns the optimizer steps that have been made.
-        resume_hint: returns the part of the message that says how to go on from a checkpoint.
+        count_steps: returns the number of optimizer steps that have been made.
+        describe_resume_point: returns the part of the message that says how to go on from a
+            checkpoint.
     """
 
     def translate(error: Exception) -> Exception | None:
         """Return the error to raise instead; None where the error itself is to be raised."""
         if isinstance(error, EngineError):
-            run_error = RunError(stop_message(step(), str(error), resume_hint()))
+            run_error = RunError(stop_message(count_steps(), str(error), describe_resume_point()))
             run_error.__cause__ = error.__cause__ or error
             return run_error
         # These name step and remedy already.
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
-            return _full_disk_error(error, step(), resume_hint())
+            return _full_disk_error(error, count_steps(), describe_resume_point())
         # `lost_contact_message` is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or open_files_message(error) or describe_error(error)
-        run_error = RunError(stop_message(step(), reason, resume_hint()))
+        run_error = RunError(stop_message(count_steps(), reason, describe_resume_point()))
         run_error.__cause__ = error
         return run_error
 

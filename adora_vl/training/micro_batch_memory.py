@@ -189,8 +189,8 @@ class MicroBatchMemory:
     A subgroup is a group of rollouts, or an equal part of one.
     """
 
-    activation_memory: Callable[[], ActivationMemory]
-    """Returns the object that predicts the memory of a pass."""
+    make_activation_memory: Callable[[], ActivationMemory]
+    """Returns the object that predicts the memory of a pass. It is called once."""
     longest_completion: int
     """Tokens of the longest completion that can be sampled."""
     shares_prompts: Callable[[], bool]
@@ -201,7 +201,7 @@ class MicroBatchMemory:
 
     @cached_property
     def _activation_memory(self) -> ActivationMemory:
-        return self.activation_memory()
+        return self.make_activation_memory()
 
     def split(
         self,

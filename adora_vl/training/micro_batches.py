@@ -19,7 +19,12 @@ from torch import Tensor
 from adora_vl.advantage.grpo import LOSSES_WITH_TOKEN_MEAN
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
-from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
+from adora_vl.training.batch_rows import (
+    RowReader,
+    rows_of_groups,
+    used_columns,
+    without_padding,
+)
 from adora_vl.training.micro_batch_memory import MicroBatchMemory, SubgroupSize, subgroup_sizes
 from adora_vl.training.rank_balance import (
     SubgroupExchange,
@@ -66,17 +71,12 @@ def choose_subgroups(
         min_subgroups: the fewest subgroups to choose.
         tokens_by_subgroup: the tokens of each subgroup.
     """
-    subgroups_with_signal = [
-        subgroup for subgroup, subgroup_has_signal in enumerate(has_signal) if subgroup_has_signal
-    ]
-    subgroups_without_signal = [
-        subgroup
-        for subgroup, subgroup_has_signal in enumerate(has_signal)
-        if not subgroup_has_signal
-    ]
-    subgroups_without_signal.sort(key=lambda subgroup: tokens_by_subgroup[subgroup])
-    missing_subgroups = max(0, min_subgroups - len(subgroups_with_signal))
-    return sorted([*subgroups_with_signal, *subgroups_without_signal[:missing_subgroups]])
+    subgroups = range(len(has_signal))
+    with_signal = [subgroup for subgroup in subgroups if has_signal[subgroup]]
+    without_signal = [subgroup for subgroup in subgroups if not has_signal[subgroup]]
+    without_signal.sort(key=lambda subgroup: tokens_by_subgroup[subgroup])
+    missing_count = max(0, min_subgroups - len(with_signal))
+    return sorted([*with_signal, *without_signal[:missing_count]])
 
 
 def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
@@ -244,19 +244,9 @@ class MicroBatcher:
         sizes_by_rank: list[list[SubgroupSize]] = gather_object(
             [[sizes[subgroup] for subgroup in subgroups]]
         )
-        # The plan has, for each micro-batch, the positions of its subgroups in the training order.
-        # It is the same on all ranks.
-        plan = plan_micro_batches(
-            len(subgroups),
-            optimizer_steps=layout.optimizer_steps_per_pass,
-            micro_batches_per_step=layout.micro_batches_per_update,
-            split=self._choose_split(sizes_by_rank),
-        )
-        filled_micro_batches = [positions for positions in plan if positions]
-        self.log("adora/micro_batches", len(filled_micro_batches) / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
         micro_batches: list[Batch] = []
-        for positions in plan:
+        for positions in self._plan(sizes_by_rank):
             micro_batch = Batch()
             if positions:
                 micro_batch = self._micro_batch(
@@ -323,25 +313,35 @@ class MicroBatcher:
         shares_prompt = self.config.uses("share_prompt")
         return [size.tokens(shares_prompt=shares_prompt) for size in sizes]
 
-    def _choose_split(self, sizes_by_rank: Sequence[Sequence[SubgroupSize]]) -> SplitPositions:
-        """Return the function that splits the subgroups of an optimizer step into micro-batches.
+    def _plan(self, sizes_by_rank: Sequence[Sequence[SubgroupSize]]) -> list[Sequence[int]]:
+        """Return for each micro-batch the positions of its subgroups in the training order.
 
-        With a `MicroBatchMemory` a micro-batch is filled up to the memory that is planned for it.
-        Otherwise it has at most `per_device_train_batch_size` rows.
+        The plan is the same on all ranks. With a `MicroBatchMemory` a micro-batch is filled up to
+        the memory that is planned for it. Otherwise it has at most `per_device_train_batch_size`
+        rows.
 
         `sizes_by_rank`: for each rank the sizes of its subgroups in the training order.
         """
         layout = self.layout
         max_subgroups = layout.micro_batch_rows // layout.rows_per_subgroup
-        if self.micro_batch_memory is not None and self.config.uses("fill_micro_batches"):
-            return partial(
-                self.micro_batch_memory.split, sizes_by_rank, max_subgroups=max_subgroups
-            )
-        return partial(
+        split: SplitPositions = partial(
             split_by_count,
             max_micro_batches=layout.micro_batches_per_update,
             max_subgroups=max_subgroups,
         )
+        if self.micro_batch_memory is not None and self.config.uses("fill_micro_batches"):
+            split = partial(
+                self.micro_batch_memory.split, sizes_by_rank, max_subgroups=max_subgroups
+            )
+        plan = plan_micro_batches(
+            len(sizes_by_rank[0]),
+            optimizer_steps=layout.optimizer_steps_per_pass,
+            micro_batches_per_step=layout.micro_batches_per_update,
+            split=split,
+        )
+        filled_micro_batches = [positions for positions in plan if positions]
+        self.log("adora/micro_batches", len(filled_micro_batches) / layout.optimizer_steps_per_pass)
+        return plan
 
     def _micro_batch(
         self, reader: RowReader, rows_on_cpu: RowsOnCpu, subgroups: list[int], filled_share: float
@@ -359,12 +359,7 @@ class MicroBatcher:
             filled_share: the rows of the generation divided by the rows of a full one. It is below
                 1 where unfinished rollouts are left to later generations.
         """
-        rows_per_subgroup = self.layout.rows_per_subgroup
-        rows = [
-            rows_per_subgroup * subgroup + row
-            for subgroup in subgroups
-            for row in range(rows_per_subgroup)
-        ]
+        rows = rows_of_groups(subgroups, self.layout.rows_per_subgroup)
         columns_in_use = used_columns(
             rows_on_cpu.prompt_mask[rows], [rows_on_cpu.completion_lengths[row] for row in rows]
         )
@@ -410,8 +405,8 @@ class MicroBatcher:
         small micro-batch would weigh more than a row of a large one. For example, where
         micro-batches have 4 rows on average, the loss of one with 2 rows is multiplied by 0.5.
 
-        The factor is 1 for losses that are no such mean. It is also 1 for micro-batches that TRL
-        has cut, which have no stored share and equally many rows.
+        For losses that are no such mean the factor is 1. It is also 1 where TRL has split the
+        generation: its micro-batches all have the same number of rows, and no stored share.
         """
         if self._weighs_by_tokens:
             return micro_batch.get("share_of_tokens", 1.0)

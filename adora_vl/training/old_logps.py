@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adora_vl.config.batch_plan import regroups_micro_batches
-from adora_vl.training.batch_rows import RowReader
+from adora_vl.training.batch_rows import RowReader, rows_of_groups
 from adora_vl.training.micro_batches import signal_of_subgroups
 from adora_vl.types import Batch, StepContext
 
@@ -178,11 +178,7 @@ class OldLogps:
             subgroups_with_signal = has_signal_U.nonzero().flatten().tolist()
             # A rank without signal takes part with its first subgroup.
             subgroups = subgroups_with_signal or [0]
-            rows = [
-                subgroup * rows_per_subgroup + row
-                for subgroup in subgroups
-                for row in range(rows_per_subgroup)
-            ]
+            rows = rows_of_groups(subgroups, rows_per_subgroup)
             passes.append(OldPass(micro_batch=micro_batch, rows=rows))
         return passes
 
@@ -216,11 +212,11 @@ class OldLogps:
         return self.uses_engine_logps and is_before_update
 
     def set_or_remove_column(self, micro_batch: Batch, micro_step: int) -> None:
-        """Give a micro-batch the old log-probabilities that its loss takes.
+        """Give a micro-batch the column `old_per_token_logps` that its loss takes, or none.
 
         The cases, in the order of the code:
 
-        - `adora_rollouts.old_logps: engine`: the engine's log-probabilities.
+        - `adora_rollouts.old_logps: engine`: the column has the engine's log-probabilities.
         - Before the first update: the column is removed. TRL then takes those of the pass itself.
         - Else the column stays as an earlier pass has filled it.
 

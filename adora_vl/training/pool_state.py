@@ -56,8 +56,8 @@ class PendingGeneration:
     def pack(self) -> dict[str, Any]:
         """Return the generation as a dict for a checkpoint, after waiting for its samples.
 
-        The values are the fields in their order. The samples become a tuple of two parts: the
-        optimizer step of the weights that sampled them, and the packed segments.
+        Its keys are the names of the fields. The samples become a tuple of two parts: the optimizer
+        step of the weights that sampled them, and the packed segments.
         """
         segments = [
             Segment(
@@ -167,7 +167,7 @@ class PoolState:
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
         """
-        content_of_first_rank = load_for_rank(checkpoint, POOL_FILE_KIND, 0)
+        content_of_first_rank = load_for_rank(checkpoint, POOL_FILE_KIND, rank=0)
         if content_of_first_rank is None:
             return cls()
         num_ranks_before = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))

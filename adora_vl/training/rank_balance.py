@@ -270,7 +270,7 @@ def carry_out_moves(
         arrived_rows = unpack_rows(packed_subgroup, image_banks, advantages.device)
         batch = concat_rows(batch, arrived_rows, pad_id)
         has_signal.append(True)
-    # Subgroups that arrive bring images, whose features a frozen vision tower has yet to compute.
-    # With sharded weights that pass is collective, so a rank that gets nothing has to make it too.
+    # Subgroups that arrive bring new images. A frozen vision tower computes their features in a
+    # pass that is collective with sharded weights, so every rank marks its bank.
     image_banks.mark_new_images()
     return batch, has_signal

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.batch_rows import RowReader, concat_rows
+from adora_vl.training.batch_rows import RowReader, concat_rows, rows_of_groups
 from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.pool import Pool
@@ -48,16 +48,32 @@ class Refill:
             scored_groups: this rank's groups of it.
             score: makes further groups into a batch and scores it.
         """
-        pool = self.pool
-        max_rounds = pool.options.refill
         completion_lengths = scored_groups.facts.length_N.int().tolist()
-        if not max_rounds:  # a run without refill
-            pool.record_trained_batch(scored_groups.batch, completion_lengths)
-            return scored_groups
+        if self.pool.options.refill:
+            scored_groups = self._replace_in_rounds(
+                generation, scored_groups, score, completion_lengths=completion_lengths
+            )
+        self.pool.record_trained_batch(scored_groups.batch, completion_lengths)
+        return scored_groups
+
+    def _replace_in_rounds(
+        self,
+        generation: Generation,
+        scored_groups: ScoredGroups,
+        score: ScoreGroups,
+        *,
+        completion_lengths: list[int],
+    ) -> ScoredGroups:
+        """Return the groups to learn from, after at most `adora_rollouts.refill` rounds.
+
+        `completion_lengths`: gets the lengths of all further rollouts. The other arguments are
+        those of `replace_groups`.
+        """
+        pool = self.pool
         signal_share = pool.remember_signal_share(scored_groups.assessment)
         replaced_count = 0
         sampled_batches = 0
-        for round_number in range(1, max_rounds + 1):
+        for round_number in range(1, pool.options.refill + 1):
             missing_groups = pool.count_missing_groups(scored_groups.assessment)
             if not missing_groups:
                 break
@@ -66,7 +82,7 @@ class Refill:
             max_groups = count_groups_for_signal(
                 OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
             )
-            # Groups that wait in the pool are used first. Every rank has so many complete ones.
+            # Complete groups that wait are used first. Every rank has at least this many.
             waiting_count = pool.state.min_complete_groups
             sampled_groups = self.generation_sampler.sample_refill_groups(
                 refill_round, count=max_groups - waiting_count
@@ -94,7 +110,6 @@ class Refill:
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
         self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
         self.context.log("adora/further_batches", sampled_batches)
-        pool.record_trained_batch(scored_groups.batch, completion_lengths)
         return scored_groups
 
     def take_chosen_groups(
@@ -129,18 +144,13 @@ class Refill:
             refill_groups_per_rank=len(refill_groups.groups),
         )
         all_facts = scored_groups.facts.append(refill_groups.facts)
-        facts = all_facts.select(_rows_of_groups(groups_in_facts, group_size))
+        facts = all_facts.select(rows_of_groups(groups_in_facts, group_size))
         return ScoredGroups(
             groups=[groups_of_rank[number] for number in chosen_groups],
-            batch=RowReader(batch).take(_rows_of_groups(chosen_groups, group_size)),
+            batch=RowReader(batch).take(rows_of_groups(chosen_groups, group_size)),
             facts=facts,
             assessment=self.advantage_computer.assess(facts, group_size, generation.key.step),
         )
-
-
-def _rows_of_groups(groups: Sequence[int], group_size: int) -> list[int]:
-    """Return the numbers of the rows of groups: (0, 2) with groups of two are 0, 1, 4, 5."""
-    return [group * group_size + member for group in groups for member in range(group_size)]
 
 
 def _groups_in_joined_facts(

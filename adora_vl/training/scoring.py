@@ -220,7 +220,7 @@ class Scorer:
     """Knows which calls of reward functions failed, and ends the run for them."""
     weights_F: Tensor
     """The weights of the reward functions."""
-    names: Sequence[str]
+    function_names: Sequence[str]
     """The names of the reward functions."""
 
     def score(
@@ -250,7 +250,7 @@ class Scorer:
         ).without_unrewarded(
             reason_by_failed_call,
             weights_F=self.weights_F,
-            function_names=self.names,
+            function_names=self.function_names,
             group_size=group_size,
         )
         self.guard.check_scored(facts.missing_reward_reasons, step)

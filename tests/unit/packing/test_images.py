@@ -71,7 +71,7 @@ def test_the_cached_output_is_the_processors(processor, subtests):
             ours = ImageCache(2**20)
             expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
             for _ in range(2):
-                cached = ours.preprocess(processor.image_processor)
+                cached = ours.make_preprocess(processor.image_processor)
                 with compat.IMAGE_PROCESSING.replaced_by(cached, on=processor.image_processor):
                     actual = processor.image_processor(
                         images=images, return_tensors="pt", **arguments
@@ -88,7 +88,7 @@ def test_the_cached_output_is_the_processors(processor, subtests):
 def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
     """A cache of 20,000 bytes has room for a few of six images; `processed` counts cache misses."""
     cache = ImageCache(20_000)
-    cached = cache.preprocess(processor.image_processor)
+    cached = cache.make_preprocess(processor.image_processor)
     for seed in range(6):
         cached([noise_picture(seed)])
         # An image that is alone in the cache stays, even if it is larger than the limit.
@@ -108,7 +108,7 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
     Image 0 comes before each of eight others here, and the cache has no room for all nine.
     """
     cache = ImageCache(30_000)
-    cached = cache.preprocess(processor.image_processor)
+    cached = cache.make_preprocess(processor.image_processor)
     for seed in range(1, 9):
         cached([noise_picture(0)])
         cached([noise_picture(seed)])
@@ -285,7 +285,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         returning_patch_numbers(processor.image_processor, cache, bank, torch.device("cpu")),
     )
     for image in pictures:
-        cache.preprocess(processor.image_processor)([image])
+        cache.make_preprocess(processor.image_processor)([image])
     assert counts == dict.fromkeys(counts, 2)
     assert cache.processed_count == 2
 

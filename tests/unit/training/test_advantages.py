@@ -100,7 +100,9 @@ def test_the_facts_of_rollouts_are_gathered_in_one_call():
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
-    scorer = Scorer(context, RewardGuard(context), weights_F=torch.ones(1), names=["accuracy"])
+    scorer = Scorer(
+        context, RewardGuard(context), weights_F=torch.ones(1), function_names=["accuracy"]
+    )
     scores = FunctionScores(
         rewards_BF=torch.zeros(4, 1),
         extra_columns={"note": [*"abcd"]},
