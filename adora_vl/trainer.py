@@ -125,7 +125,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     A generation is all rollouts that are sampled before the policy learns again. It consists of
     groups, the rollouts of one prompt each. A group has signal if any of its advantages is not 0.
     A generation is split into micro-batches, of which one or more make an optimizer step. TRL
-    counts the micro-batches of the whole run in `_step`.
+    counts the micro-batches of the whole run in `_step`. Tensors have P groups of G rollouts, or B
+    rollouts of C completion tokens.
 
     The objects that do the work of a step are attributes of `self.parts`. For example, `parts.pool`
     remembers groups that wait for a later generation, and `parts.generation_sampler` samples.

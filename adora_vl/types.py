@@ -204,8 +204,8 @@ def _split_token_types(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the token types of prompts, (B, P), and of completions, (B, C): 1 at image tokens.
 
-    For example, a row with the types (0, 1, 0, 0, 1) and a prompt of 3 tokens is split into
-    (0, 1, 0) and (0, 1).
+    There are B rows, with prompts of P and completions of C tokens. For example, a row with the
+    types (0, 1, 0, 0, 1) and a prompt of 3 tokens is split into (0, 1, 0) and (0, 1).
     """
     types = columns.get("mm_token_type_ids")
     if types is None:  # a batch without images
@@ -220,10 +220,10 @@ def _split_token_types(
 def _images_of_rows(
     row_count: int, pixels: Tensor | None, grids: Tensor | None, num_images: list[int] | None
 ) -> list[RowImages | None]:
-    """Divide the images of a batch among its rows.
+    """Divide the images of a batch among its B rows.
 
     Args:
-        row_count: B.
+        row_count: the number of rows, B.
         pixels: one entry for each patch of all images.
         grids: (images, 3), each image's patches in time, height and width.
         num_images: images of each row, (B,).
@@ -289,12 +289,13 @@ class LogWeightedMetric(Protocol):
 
 
 class PolicyLogps(Protocol):
-    """A function that runs the policy, without dropout, on a whole generation."""
+    """A function that runs the policy, without dropout, on a generation of B rollouts."""
 
     def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of the completions, (B, C), without gradients.
 
-        `pixels`: used in place of the batch's own pixels; None for the batch's own.
+        The completions are padded to C tokens. `pixels`: used in place of the batch's own pixels;
+        None for the batch's own.
         """
 
 
@@ -320,7 +321,7 @@ class StepContext:
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Return 1 at the completion tokens that the loss counts, else 0, (B, C).
+    """Return 1 at the C completion tokens of B rollouts that the loss counts, else 0, (B, C).
 
     For example, the completion mask (1, 1, 1, 0) and the tool mask (1, 0, 1, 1) give (1, 0, 1, 0).
     """
@@ -333,7 +334,8 @@ def loss_mask(batch: Batch) -> Tensor:
 def engine_comparison_mask(batch: Batch) -> Tensor:
     """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
-    It is the mask of the loss, with 0 at the first `stale_tokens` of a rollout. Earlier weights
+    It is the mask of the loss, for B rollouts of C tokens, with 0 at the first `stale_tokens` of a
+    rollout. Earlier weights
     have sampled these tokens, or the engine has seen other images than the policy. For example, the
     mask (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3 stale tokens (0, 0, 0, 1).
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The weights of the groups of one batch, and the verdicts that they follow from.
+    """The weights of the P groups of one batch, and the verdicts that they follow from.
 
     A group may be neither TDS nor TAS: one without a correct rollout, or one to which no criterion
     applies.
@@ -47,7 +47,7 @@ class Adora(Method):
     """ADORA's weighting of groups as a method, with its options.
 
     Attenuation lowers the weight of groups that are disadvantageous to learn from now (TDS),
-    amplification raises the weight of advantageous ones (TAS).
+    amplification raises the weight of advantageous ones (TAS). There are P groups of G rollouts.
 
     Raises `ValueError` for an unknown word, or a factor on the wrong side of 1.
     """
@@ -263,8 +263,8 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     rollout about the figure, less its false ones.
 
     Args:
-        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
-            NaN marks a rollout that was not scored.
+        groups: P whole groups of G rollouts. A rollout is correct if its reward is above
+            `groups.correct_above`; NaN marks a rollout that was not scored.
         options: None is the reference's attenuation by length.
         step: the number of optimizer steps so far, for options that change during training.
 
@@ -341,7 +341,7 @@ def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _Criter
 def _judge_by_criterion(
     groups: Groups, options: Adora, criterion: str, step: int
 ) -> _CriterionVerdict:
-    """Decide for each of P groups whether one criterion holds, at an optimizer step.
+    """Decide for each of P groups of G rollouts whether one criterion holds, at an optimizer step.
 
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
     - `length` holds where the longest correct rollout is longer than the wrong ones on average.
@@ -381,7 +381,7 @@ def _judge_by_criterion(
 def _compare_correct_with_wrong(
     groups: Groups, options: Adora, measure_PG: Tensor
 ) -> _CriterionVerdict:
-    """Decide for each group whether a correct rollout exceeds the mean of its wrong ones.
+    """Decide for each of P groups whether a correct rollout exceeds the mean of its wrong ones.
 
     The largest measure of a correct rollout, such as its length, is compared with the mean measure
     of the wrong rollouts. Truncated ones are left out of the mean. Where no wrong rollout remains

@@ -39,7 +39,7 @@ OUTSIDE_ALL_BINS = -1
 
 
 def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
-    """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
+    """Return the index of the bin of each of P prompts, by its pass rate: int64, (P,), 0 to G - 2.
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
     prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. For example, with
@@ -172,8 +172,8 @@ class DaroWeights:
 class Daro(Method):
     """DARO as a method with its options. The pipeline holds its learnable weights.
 
-    Prompts are put into bins by their pass rate. Each bin has a weight, which is learned so that
-    all bins contribute equally to the loss.
+    P prompts with G rollouts each are put into M bins by their pass rate. Each bin has a weight,
+    which is learned so that all bins contribute equally to the loss.
     """
 
     settings: ClassVar[TrlKeys] = {"loss_type": "dapo"}

@@ -79,7 +79,7 @@ def as_schedule(value: Schedule | float) -> Schedule:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one generation, each with all its G rollouts.
+    """The P groups of one generation, each with all its G rollouts.
 
     A generation is one sampling of rollouts, which is learned from in one or more optimizer steps.
     """
@@ -186,7 +186,7 @@ class Groups:
 def find_missing_scores(
     rewards_NF: Tensor, failed_NF: Tensor, weights_F: Tensor, group_size: int
 ) -> Tensor:
-    """Return for each rollout and reward function whether a score is missing: bool, (N, F).
+    """Return for N rollouts and F reward functions whether a score is missing: bool, (N, F).
 
     A reward function that returns None for a whole group, without a failed call, does not apply to
     the problem, and TRL leaves it out of the sum. Any other None is a missing score. For example,
@@ -197,7 +197,7 @@ def find_missing_scores(
         rewards_NF: the scores, group by group, NaN where a function returned None.
         failed_NF: where the call of the function failed, bool.
         weights_F: TRL's `reward_weights`.
-        group_size: the number of rollouts in a group, G.
+        group_size: the number of rollouts in each of the P groups, G.
     """
     has_no_score_NF = torch.isnan(rewards_NF)
     # A function applies to a problem if it has scored one of its rollouts, or has tried to.
@@ -211,12 +211,12 @@ def find_missing_scores(
 def rollouts_without_reward(
     rewards_NF: Tensor, lacks_score_NF: Tensor, weights_F: Tensor
 ) -> Tensor:
-    """Return which rollouts have no complete reward: bool, (N,).
+    """Return which of N rollouts have no complete reward: bool, (N,).
 
     Such a rollout lacks a score, or no function with a weight other than 0 has scored it.
 
     Args:
-        rewards_NF: the score of each reward function, NaN where it returned None.
+        rewards_NF: the score of each of F reward functions, NaN where it returned None.
         lacks_score_NF: where a score is missing, as `find_missing_scores` returns it: NaN of a
             function that applies to the rollout's problem.
         weights_F: TRL's `reward_weights`.
@@ -226,12 +226,13 @@ def rollouts_without_reward(
 
 
 def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
-    """Return which rollouts are left out of their group: bool, (N,).
+    """Return which of N rollouts are left out of their group: bool, (N,).
 
     These are the rollouts without a reward. If a single rollout remains in a group, it is left out
     too, since a group of one has no signal. For example, in groups of 3, if the rollouts 1, 3 and 4
     have no reward, the rollouts 1, 3, 4 and 5 leave.
     """
+    # For each of P groups.
     remaining_P = (~is_unrewarded_N).view(-1, group_size).sum(dim=1)
     # With `num_generations: 1` a group has one rollout and has lost none.
     has_lost_rollouts_P = remaining_P < group_size

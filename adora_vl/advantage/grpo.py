@@ -21,7 +21,7 @@ TRL_EPS = 1e-4  # TRL adds it to a standard deviation by which it divides
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Return which groups have equal rewards, so that all their advantages are 0: bool, (P,).
+    """Return which of P groups have G equal rewards, and so advantages of 0: bool, (P,).
 
     NaN marks an unscored rollout, which does not count. For example, the groups [1, 1, NaN] and
     [NaN, NaN, NaN] are constant, and [1, 0, NaN] is not.
@@ -54,7 +54,8 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = TRL_
     mean of seven times 0.1 is not 0.1, and that error divided by a tiny `eps` is near 1.
 
     Args:
-        rewards: (P, G), NaN for a rollout that no reward function scored.
+        rewards: (P, G), of P groups with G rollouts, NaN for a rollout that no reward function
+            scored.
         scale: `group` divides by the standard deviation of the group, `batch` by that of all
             rewards, and `none` does not divide (Dr. GRPO, arXiv 2503.20783). The names are those of
             TRL's `scale_rewards`.
@@ -178,7 +179,8 @@ class Dapo(Method):
 
     The paper samples until a batch is full of groups that are neither all right nor all wrong. Here
     dropped groups are not replaced: the batch becomes smaller, and TRL's token mean is taken over
-    the tokens of the rollouts that have a signal and have not left their group.
+    the tokens of the rollouts that have a signal and have not left their group. There are P groups
+    of G rollouts.
     """
 
     settings: ClassVar[TrlKeys] = {

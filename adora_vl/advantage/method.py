@@ -70,7 +70,7 @@ class Method:
     The fields of its dataclass are its options, each declared by `option`. Users write subclasses
     too (`adora_method: FILE.py:NAME`). A subclass may check further in `__post_init__`, and raises
     a `ValueError` that begins with the name of the option. `settings` has the keys of TRL that
-    belong to the method, `source` its paper.
+    belong to the method, `source` its paper. There are P groups of G rollouts.
     """
 
     settings: ClassVar[TrlKeys] = {}  # TRL's keys that belong to it

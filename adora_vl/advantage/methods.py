@@ -22,7 +22,10 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class AdvantagePipeline:
-    """Applies the methods of a run in order (GRPO, DAPO, ADORA, ...), and keeps their state."""
+    """Applies the methods of a run in order (GRPO, DAPO, ADORA, ...), and keeps their state.
+
+    A generation has P groups of G rollouts.
+    """
 
     def __init__(
         self,

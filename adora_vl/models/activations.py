@@ -115,9 +115,9 @@ def decoder_layer_bytes(
 def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
     """Return the bytes of a padding mask that no layer saves; 0 for a pass without a mask.
 
-    The boolean mask, (B, 1, T, T), is held during the whole pass. On a GPU the present layer also
-    has a copy of it as numbers. The memory-efficient kernel needs the rows of this copy padded to a
-    multiple of 16: rows of 100 become rows of 112.
+    The boolean mask, (B, 1, T, T) for B rows of T tokens, is held during the whole pass. On a GPU
+    the present layer also has a copy of it as numbers. The memory-efficient kernel needs the rows
+    of this copy padded to a multiple of 16: rows of 100 become rows of 112.
     """
     if not size.has_padding_mask:
         return 0

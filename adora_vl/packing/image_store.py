@@ -56,7 +56,8 @@ class PatchNormalizer:
     A byte of a channel has one of 256 values. So the processor's own method normalises each of them
     once, and the results are stored as a table of channels x 256 values. For example, byte 7 of
     channel 2 becomes entry 2 x 256 + 7. These values are equal to the processor's to the bit, on
-    every device, and the CPU waits for no GPU.
+    every device, and the CPU waits for no GPU. There are R patches, of F values in a frame and D
+    values in all frames.
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
@@ -67,7 +68,8 @@ class PatchNormalizer:
             settings: its settings, the result of `effective_settings`.
         """
         channels = len(settings["image_mean"])
-        bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)  # V: values of a byte
+        # C channels, and the V = 256 values of a byte
+        bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)
         normalized: Tensor = image_processor.rescale_and_normalize(
             bytes_CV[None, :, :, None],  # as one image of 256 x 1 pixels
             settings["do_rescale"],
@@ -116,9 +118,10 @@ class PatchNormalizer:
 def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
     """Return one frame of each patch of an image, (R, F), from whole patches, (R, D).
 
-    A patch has room for `temporal_patch_size` frames of a film. For an image the processor repeats
-    its only frame in each channel: `x x y y` becomes `x y`, where x is the frame of the first
-    channel and y that of the second.
+    There are R patches, of F values in a frame and D values in all frames. A patch has room for
+    `temporal_patch_size` frames of a film. For an image the processor repeats its only frame in
+    each channel: `x x y y` becomes `x y`, where x is the frame of the first channel and y that of
+    the second.
 
     Args:
         patches_RD: the patches of an image, as the processor returns them.
@@ -156,7 +159,7 @@ class ImageCache:
     """A cache of processed images by content: least recently used first out, bounded in bytes.
 
     `processed_count` says how often an image really went through the processor. `cached_bytes` is
-    the size of the cached patches.
+    the size of the cached patches. An image has R patches of F bytes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -267,7 +270,8 @@ def first_patches(patch_numbers: Tensor, grids: Tensor) -> list[int]:
     For example, the patch numbers 40 41 42 43 80 81 and grids of 4 and 2 patches give [40, 80].
 
     Args:
-        patch_numbers: (R, 1), the numbers that an image bank has given to the patches of N images.
+        patch_numbers: (R, 1), the numbers that an image bank has given to the R patches of N
+            images.
         grids: (N, 3), each image's (temporal, height, width) in patches.
     """
     patch_counts = grids.prod(dim=-1)
@@ -291,9 +295,9 @@ class ImageBank:
     image. For example, images of 4 and 2 patches in a bank that begins at 100 get the numbers 100
     to 103 and 104 to 105, and have the ids 100 and 104. No two banks share numbers.
 
-    An image is stored as bytes: one frame of each patch, (R, F). They are normalised when a vision
-    tower reads them. If an extension has changed the normalised patches, such as by noise, these
-    are stored instead, (R, D).
+    An image of R patches is stored as bytes: one frame of each patch, (R, F), with F values. They
+    are normalised when a vision tower reads them. If an extension has changed the normalised
+    patches, such as by noise, these are stored instead, (R, D), with D values each.
     """
 
     def __init__(self, first_patch: int, normalize: Normalize = Tensor.float) -> None:

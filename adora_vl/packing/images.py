@@ -65,7 +65,8 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
 
     Args:
         columns: the columns by name.
-        tokens_BT: any tensor with the shape of prompts and completions together, (B, P + C).
+        tokens_BT: any tensor with the shape of prompts and completions together, (B, T): B rows of
+            T tokens.
     """
     if columns.get("pixel_values") is not None:
         return columns
@@ -92,7 +93,7 @@ class DistinctImages:
 
     Each is processed once (`ImageCache`), stored once (`ImageBanks`), and goes through the vision
     tower once (`SharedVision`). An image bank stores the patches of one batch's images under
-    numbers. Batches have these numbers in place of pixels.
+    numbers. Batches have these numbers in place of pixels. A batch has B rows of T tokens.
     """
 
     def __init__(

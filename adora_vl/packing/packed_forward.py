@@ -105,7 +105,7 @@ class PackedForward:
     Rows with the same prompt are packed: the prompt once, then all of its completions. The first
     pass of a run is compared with padded rows. If they differ, packing is disabled. A chunk is the
     rows of one forward pass, grouped by prompt: [[0, 1], [2]] are three rows, of which the first
-    two share a prompt.
+    two share a prompt. There are B rows, whose completions are padded to C tokens.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
 
     `pixels`: the patches of the sequence's images, or the numbers of patches: one entry per patch.
     """
-    rows, row_length = packed.ids_NS.shape
+    rows, row_length = packed.ids_NS.shape  # N = 1, and S positions
     return PassSize(
         rows=rows,
         row_length=row_length,
@@ -407,9 +407,10 @@ def _columns_of_first_rows(row_count: int, inputs: PassInputs) -> dict[str, Any]
 
 
 def _sampled_tokens(row_count: int, inputs: PassInputs) -> Tensor:
-    """Return which tokens of the first `row_count` completions the policy has sampled, (rows, C).
+    """Return which tokens of the first `row_count` completions the policy has sampled, (B, C).
 
-    The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote.
+    The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote. There are B
+    completions, padded to C tokens.
     """
     mask_BC = inputs.attention_mask[:row_count, -inputs.completion_width :]
     policy_mask = inputs.rows_on_cpu.policy_mask

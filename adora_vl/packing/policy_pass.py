@@ -48,8 +48,8 @@ def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None)
     """Return the size of a pass over padded rows, from which its memory is computed.
 
     Args:
-        input_ids: prompts and completions of the rows, padded to one length, (B, P + C).
-        completion_width: C, the width of the completions.
+        input_ids: (B, P + C), B rows with prompts of P and completions of C tokens.
+        completion_width: C.
         pixels: the patches of all images, or the numbers of patches: one entry for each patch. Rows
             of the same prompt each have their own copy of its patches.
     """
@@ -68,6 +68,8 @@ def generation_logps(
 ) -> Tensor:
     """Return a model's log-probabilities of a generation's completions, (B, C), without gradients.
 
+    There are B rollouts, whose completions are padded to C tokens.
+
     Args:
         batch: the generation, or some rows of it.
         model_pass: TRL's `_get_per_token_logps_and_entropies`, bound to the model.
@@ -83,7 +85,10 @@ def generation_logps(
 
 
 def _tokens(batch: Batch) -> tuple[Tensor, Tensor, int]:
-    """Return a batch's tokens (B, P + C), their mask, and the width C of the completions."""
+    """Return the tokens of B rows, (B, P + C), their mask, and the width C of the completions.
+
+    P is the width of the prompts.
+    """
     return (
         torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -98,7 +103,7 @@ def _input_columns(batch: Batch) -> dict[str, Any]:
 
 @dataclass
 class WatchedPass:
-    """A micro-batch, and what the first forward pass over it has computed."""
+    """A micro-batch of B rollouts with C tokens, and what the first pass over it has computed."""
 
     micro_batch: Batch
     on_logps: Callable[[Tensor], None] | None = None
@@ -128,7 +133,8 @@ class PolicyPass:
 
     A shared prompt is computed once for all completions of its group, in packed rows without
     padding. The first pass of a run compares packed with padded rows, and prompts are not shared if
-    these differ. All passes of the policy and of the reference model go through this object.
+    these differ. All passes of the policy and of the reference model go through this object. A pass
+    has B rows, whose completions are padded to C tokens.
     """
 
     def __init__(

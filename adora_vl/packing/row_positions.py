@@ -68,8 +68,9 @@ def prompt_position_ids(
 ) -> Tensor:
     """Return the position ids of left-padded prompts as the model itself counts them.
 
-    They are (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P). For
-    example, a prompt of text with the mask 0 0 1 1 1 has the positions 0 0 0 1 2.
+    There are N prompts, padded to P tokens. The result is (3, N, P) for a vision-language model,
+    whose M-RoPE has three axes, else (N, P). For example, a prompt of text with the mask 0 0 1 1 1
+    has the positions 0 0 0 1 2.
 
     Args:
         model: the policy or the reference model, without a wrapper.

@@ -39,7 +39,7 @@ def group_rows_by_prompt(
     For example, rows with the prompts p p q p become the groups [[0, 1], [2], [3]].
 
     Args:
-        prompt_ids: (B, P), on the CPU.
+        prompt_ids: (B, P), B rows of prompts that are padded to P tokens, on the CPU.
         prompt_mask: (B, P), on the CPU, 0 at padding.
         image_keys: (B,), equal for two rows if the images of their prompts are equal.
 
@@ -64,7 +64,7 @@ def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[i
     A packed sequence has the rollouts in this order. Rows of equal length keep their order. For
     example, the group of rows 2, 3, 4 with the lengths 5, 9, 5 becomes 3, 2, 4.
 
-    `completion_lengths`: (B,), the lengths of all rows of the batch, by row number.
+    `completion_lengths`: the lengths of all B rows of the batch, by row number.
     """
     return sorted(group_rows, key=lambda row: -completion_lengths[row])
 
@@ -252,9 +252,9 @@ class PackedSequence:
 class _SequenceBuilder:
     """Lays out prompts and rollouts one after the other, as indices on the CPU.
 
-    Rows are padded: a prompt on its left, a completion on its right. With P = 3 and C = 3, row 0 is
-    `_ p1 p2 a1 a2 a3` and row 1 is `_ p1 p2 b1 b2 _`. The flattened `input_ids` are both rows, one
-    after the other, so p1 has the index 1 and b1 the index 9. This group is laid out as
+    B rows are padded: a prompt on its left, a completion on its right. With P = 3 and C = 3, row 0
+    is `_ p1 p2 a1 a2 a3` and row 1 is `_ p1 p2 b1 b2 _`. The flattened `input_ids` are both rows,
+    one after the other, so p1 has the index 1 and b1 the index 9. This group is laid out as
 
         sequence:         p1 p2 a1 a2 b1
         token index:       1  2  3  4  9
@@ -448,10 +448,10 @@ def pack_rows(
     policy has not sampled are not scored.
 
     Args:
-        input_ids: (B, P + C), on any device.
+        input_ids: (B, P + C), the B rows, on any device.
         attention_mask: (B, P + C), 0 at padding.
         completion_width: C, the width of the completions.
-        groups: for each group the rows that have its prompt; each row is in one group.
+        groups: for each of N groups the rows that have its prompt; each row is in one group.
         prompt_position_ids: those of the prompt of each group's first row, (3, N, P) or (N, P), on
             the CPU.
         rows_on_cpu: copies of the rows on the CPU.

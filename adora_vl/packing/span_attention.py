@@ -37,8 +37,8 @@ def attend_each_span(
     Args:
         attend: computes causal attention of L queries (1, H, L, D) to M >= L keys and values
             (1, Hk, M, D). The last query sees all keys, the one before it one key less.
-        query: (1, H, S, D), the queries of the sequence.
-        key: (1, Hk, S, D).
+        query: (1, H, S, D): H heads, S positions, D values per head.
+        key: (1, Hk, S, D), with Hk heads.
         value: (1, Hk, S, D).
         layout: where prompts and rollouts are in the sequence.
     """
@@ -72,8 +72,8 @@ def attend_by_sdpa(
     """Compute attention over a packed sequence by PyTorch's SDPA, span by span: (1, S, H, D).
 
     Args:
-        query: (1, H, S, D).
-        key: (1, Hk, S, D).
+        query: (1, H, S, D): H heads, S positions, D values per head.
+        key: (1, Hk, S, D), with Hk heads.
         value: (1, Hk, S, D).
         layout: where prompts and rollouts are in the sequence.
         scaling: factor of the scores.
@@ -91,7 +91,8 @@ def _causal_sdpa(
 
     The last query sees all keys, and each query before it one key less (`lower_right_mask`).
 
-    `query` is (1, H, L, D), `key` and `value` are (1, Hk, M, D), M >= L.
+    `query` is (1, H, L, D): H heads, L queries, D values per head. `key` and `value` are
+    (1, Hk, M, D), with Hk heads and M >= L keys.
     """
     has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if query.is_cuda and not has_flash_attention:

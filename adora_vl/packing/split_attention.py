@@ -146,8 +146,8 @@ def _packed_or_stock_attention(  # noqa: PLR0913  # the interface of Transformer
     Args:
         implementation: the name of the attention that the user chose, such as `sdpa`.
         module: the attention module of a layer.
-        query: (N, H, S, D).
-        key: (N, Hk, S, D).
+        query: (N, H, S, D): N rows, H heads, S positions, D values per head.
+        key: (N, Hk, S, D), with Hk heads.
         value: (N, Hk, S, D).
         attention_mask: the implementation's own; a packed pass has none.
         scaling: factor of the scores.
@@ -210,8 +210,8 @@ def _flash_attention_of_spans(
 
     Args:
         attend: the flash attention, bound to an attention module and its options.
-        query: (1, H, S, D).
-        key: (1, Hk, S, D).
+        query: (1, H, S, D): H heads, S positions, D values per head.
+        key: (1, Hk, S, D), with Hk heads.
         value: (1, Hk, S, D).
         layout: where prompts and rollouts are in the sequence.
     """
@@ -252,8 +252,8 @@ def _eager_attention(
 
     Args:
         model_attention: `eager_attention_forward`, bound to an attention module.
-        query: (B, H, L, D).
-        key: (B, Hk, M, D), M >= L; the last query sees all keys.
+        query: (B, H, L, D): B rows, H heads, L queries, D values per head.
+        key: (B, Hk, M, D): Hk heads, M >= L keys. The last query sees all keys.
         value: (B, Hk, M, D).
         scaling: factor of the scores.
         dropout: share of the attention weights that are dropped.

@@ -44,8 +44,8 @@ class VarlenAttention:
         for a device, a dtype, and a number and size of heads also tries the kernel on a few tokens.
 
         Args:
-            query: (1, H, S, D).
-            key: (1, Hk, S, D).
+            query: (1, H, S, D): H heads, S positions, D values per head.
+            key: (1, Hk, S, D), with Hk heads.
             dropout: share of the attention weights that are dropped.
         """
         head_size = query.size(-1)
@@ -103,8 +103,8 @@ def attend_spans(
         b0            p0 p1 b0
 
     Args:
-        query: (1, H, S, D).
-        key: (1, Hk, S, D).
+        query: (1, H, S, D): H heads, S positions, D values per head.
+        key: (1, Hk, S, D), with Hk heads.
         value: (1, Hk, S, D).
         layout: where prompts and rollouts are in the sequence.
         scaling: factor of the scores.
@@ -112,8 +112,8 @@ def attend_spans(
     spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
         query=query[0].transpose(0, 1),  # (S, H, D)
-        # (K, Hk, D): the keys and values of one span after the other. The prompt's are repeated for
-        # each span that sees them.
+        # (K, Hk, D): the K keys of one span after the other. Those of the prompt are repeated for
+        # each span that sees them. So it is for the values.
         key=_select_rows(key, layout.key_positions_K),
         value=_select_rows(value, layout.key_positions_K),
         cu_seq_q=spans.query_bounds,
@@ -132,14 +132,17 @@ def attend_spans(
 def keys_of_spans(tensor: Tensor, layout: PackedLayout) -> Tensor:
     """Copy keys or values, (1, Hk, S, D), into the order in which spans see them, (1, Hk, K, D).
 
-    The keys of the spans stand one behind the other (`attend_spans` says what a span is). For
+    The K keys of the spans stand one behind the other (`attend_spans` says what a span is). For
     example, p0 p1 a0 a1 b0 becomes p0 p1 a0 a1 p0 p1 b0.
     """
     return _select_rows(tensor, layout.key_positions_K).transpose(0, 1)[None]
 
 
 def _select_rows(tensor: Tensor, positions_K: Tensor) -> Tensor:
-    """Select keys or values, (1, Hk, S, D), at K positions of the sequence; return (K, Hk, D)."""
+    """Select keys or values at K of the S positions of a sequence.
+
+    From (1, Hk, S, D), with Hk heads of D values, they become (K, Hk, D).
+    """
     rows_K: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
         tensor[0].transpose(0, 1), positions_K
     )
@@ -157,11 +160,12 @@ class _SelectContext(Protocol):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Selects rows of (S, H, D) by their numbers, (K,), with a more exact backward than torch's.
+    """Selects K of S rows by number, with a more exact backward than torch's.
 
-    A prompt's row is selected once for every rollout, so its gradient is a sum over the copies. For
-    example, if the rows 0 1 0 are selected, the gradient of row 0 is g0 + g2. Torch's own backward
-    would add up in the dtype of the rows, such as bfloat16, and round after each addition.
+    A row has D values for each of H heads. A prompt's row is selected once for every rollout, so
+    its gradient is a sum over the copies. For example, if the rows 0 1 0 are selected, the gradient
+    of row 0 is g0 + g2. Torch's own backward would add up in the dtype of the rows, such as
+    bfloat16, and round after each addition.
     """
 
     @staticmethod

@@ -203,7 +203,7 @@ class EngineProbe:
     """Compares the engine with the policy on some prompts. All ranks call every method together.
 
     vLLM computes log-probabilities of its own. If they differ from the policy's by more than
-    rounding, its rollouts are not the policy's.
+    rounding, its rollouts are not the policy's. There are B rollouts of C tokens.
     """
 
     engine_and_policy: EngineAndPolicy

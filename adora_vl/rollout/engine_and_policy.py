@@ -29,7 +29,7 @@ class NamedPrompts(PromptBatch):
 
 @dataclass(frozen=True)
 class SampledRollouts:
-    """A rollout of the engine for each of some prompts."""
+    """A rollout of the engine for each of B prompts, padded to C tokens."""
 
     completion_ids: list[list[int]]
     batch: Batch  # prompts and completions in padded columns, as the loss reads them
@@ -66,8 +66,8 @@ class EngineAndPolicy:
     """The engine that samples rollouts, and the policy in training, for checks that compare them.
 
     A check samples short rollouts with the engine, computes the policy's log-probabilities of the
-    same tokens, and compares the two. Every rank has such a pair. Methods that are collective say
-    so.
+    same tokens, and compares the two. Every rank has such a pair, and samples B rollouts of at most
+    C tokens. Methods that are collective say so.
     """
 
     context: StepContext

@@ -44,7 +44,7 @@ def drift_sums(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor
     or policy gave no finite number, or if none of the sampled tokens can be compared.
 
     Args:
-        policy_logps_BC: the policy's log-probabilities.
+        policy_logps_BC: the policy's log-probabilities of B rollouts with C tokens.
         engine_logps_BC: the engine's log-probabilities.
         mask_BC: 1 at sampled tokens.
     """
@@ -67,11 +67,11 @@ def drift_sums(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor
 
 
 def rollout_drift(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Return the mean absolute difference of log-probabilities of each rollout, (B,).
+    """Return the mean absolute difference of log-probabilities of each of B rollouts, (B,).
 
-    The arguments are those of `drift_sums`. Tokens without a log-probability of the engine (NaN)
-    are left out. A rollout of such tokens alone gets NaN. For example, the policy's -1.0 -2.0 -3.0
-    and the engine's -1.5 -2.0 NaN give 0.25.
+    The arguments are those of `drift_sums`, (B, C) for at most C tokens. Tokens without a
+    log-probability of the engine (NaN) are left out. A rollout of such tokens alone gets NaN. For
+    example, the policy's -1.0 -2.0 -3.0 and the engine's -1.5 -2.0 NaN give 0.25.
     """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_logps_BC)
     gaps_BC = torch.where(scored_BC, (policy_logps_BC - engine_logps_BC).abs(), 0.0)
@@ -79,7 +79,7 @@ def rollout_drift(policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Ten
 
 
 def merge_drift_sums(sums_R3: Tensor) -> Drift:
-    """Merge the sums that `drift_sums` has returned on each rank, (ranks, 3), into one `Drift`."""
+    """Merge the sums that `drift_sums` has returned on R ranks, (R, 3), into one `Drift`."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
     mean = sum(totals) / max(sum(counts), 1)
     return Drift(mean=mean, largest=max(largest), tokens=int(sum(counts)))
@@ -92,7 +92,7 @@ def drift_over_ranks(
 
     Args:
         accelerator: that of the trainer.
-        logps_BC: the policy's log-probabilities of B rollouts of this rank.
+        logps_BC: the policy's log-probabilities of B rollouts of this rank, with C tokens.
         reference_logps_BC: those that they are compared with.
         mask_BC: 1 at the tokens that count.
     """
@@ -144,7 +144,7 @@ def importance_ratio(
         sequence_mask       0
 
     Args:
-        logps_BC: the policy's log-probabilities.
+        logps_BC: the policy's log-probabilities of B rollouts with C tokens.
         engine_logps_BC: the engine's; NaN for a token that has none, whose ratio is 1.
         mask_BC: which tokens the loss counts.
         mode: `token_*` for a ratio of each token, (B, C), `sequence_*` for one of each rollout,
@@ -189,7 +189,7 @@ def ratio_sums(ratio: Tensor, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC
     0 or infinity, since indexing with a mask would wait for the GPU.
 
     Args:
-        ratio: (B, C), or (B, 1) for a ratio of sequences.
+        ratio: (B, C) for B rollouts of C tokens, or (B, 1) for a ratio of sequences.
         logps_BC: the policy's log-probabilities.
         engine_logps_BC: the engine's; NaN for a token that has none.
         mask_BC: which tokens the loss counts.
@@ -222,7 +222,7 @@ def ratio_sums(ratio: Tensor, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC
 def merge_ratio_sums(sums_R7: Tensor) -> list[RatioMetric]:
     """Return TRL's metrics of the ratio over all ranks.
 
-    `sums_R7`: what each rank has summed, (ranks, 7). The columns are, of the differences of
+    `sums_R7`: what each of R ranks has summed, (R, 7). The columns are, of the differences of
     log-probabilities, their sum, number and maximum, and of the ratios their sum, number, minimum
     and maximum.
     """
@@ -246,7 +246,8 @@ class ImportanceRatio:
     """Computes the importance sampling ratio from the policy's log-probabilities in the loss.
 
     The ratio corrects the loss for sampling with the engine, whose probabilities differ a little
-    from the policy's. Stock TRL makes a forward pass of its own for it.
+    from the policy's. Stock TRL makes a forward pass of its own for it. There are B rollouts of C
+    tokens.
     """
 
     def __init__(self, context: StepContext) -> None:

@@ -115,7 +115,7 @@ class ServerGroup:
                 which has the requests in the order of the ranks.
             rollout_count: how many rollouts this rank has requested.
         """
-        rollout_counts_R = gather_object([rollout_count])
+        rollout_counts_R = gather_object([rollout_count])  # of R ranks
         first_rollout = sum(rollout_counts_R[: self.accelerator.process_index])
         results: list[SamplingResult] = []
         for rollouts in rollouts_by_request:

@@ -219,7 +219,7 @@ def _equal_reward_share(groups: Groups, standard_deviation: Tensor) -> float:
     standard deviation by which it scales them is 0.
 
     Args:
-        groups: all groups of the generation.
+        groups: all P groups of the generation, of G rollouts each.
         standard_deviation: TRL's, one for each group or one for all of them. With one for all,
             either all groups count as equal or none does.
     """

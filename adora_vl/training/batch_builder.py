@@ -26,7 +26,7 @@ from adora_vl.types import Batch, StepContext
 def decoded_completions(
     processor: Any, prompts: PromptBatch, completion_ids: Sequence[list[int]]
 ) -> list[Any]:
-    """Decode completions into what reward functions get as `completions`, (B,).
+    """Decode B completions into what reward functions get as `completions`, (B,).
 
     As in TRL a completion has the form of the prompts:
 
@@ -60,8 +60,8 @@ class BatchBuilder:
     """Makes the rollouts of complete groups into a batch.
 
     With tools a completion has tokens of the policy and tokens of tools, and its last turn is what
-    the policy says after the last answer of a tool. `build` is collective: every rank calls it,
-    with equally many groups.
+    the policy says after the last answer of a tool. A batch has B rollouts, with prompts of P and
+    completions of C tokens. `build` is collective: every rank calls it, with equally many groups.
     """
 
     context: StepContext

@@ -176,7 +176,7 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
     columns from 1 on, and 3 completion columns.
 
     Args:
-        prompt_mask: (B, P), 0 at padding.
+        prompt_mask: (B, P), B rows of P tokens, 0 at padding.
         lengths: completion tokens of each row. Two columns remain even where all are shorter, since
             TRL takes a tensor of one column for values of whole answers, and counts masked answers.
     """
@@ -223,8 +223,9 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
     """Return which tokens the second dimension of a column of the batch stands for.
 
     The result is `prompt`, `completion`, `both` (the prompt, followed by the completion), or
-    `none`. For example, with prompts 4 tokens wide and completions 3 tokens wide, `advantages` (B,)
-    is `none`, log-probabilities (B, 3) are `completion`, and `mm_token_type_ids` (B, 7) is `both`.
+    `none`. For example, of B rows with prompts 4 tokens wide and completions 3 tokens wide,
+    `advantages` (B,) is `none`, log-probabilities (B, 3) are `completion`, and `mm_token_type_ids`
+    (B, 7) is `both`.
 
     The columns of prompts are recognised by their names, and so are those of images, which have no
     tokens. All others are recognised by their width, so that a new one needs no entry in a list.
@@ -287,9 +288,10 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
 
 
 def _has_one_ratio_per_rollout(batch: Batch) -> bool:
-    """Return whether the importance ratio to the engine, if any, is (B, 1) and not (B, C).
+    """Return whether a batch has one importance ratio to the engine for each rollout, or none.
 
-    TRL has one ratio for each rollout in the modes `sequence_*`, and one for each token otherwise.
+    TRL has one ratio for each of B rollouts in the modes `sequence_*`, (B, 1), and one for each of
+    C tokens otherwise, (B, C).
     """
     ratio = batch.get("importance_sampling_ratio")
     return ratio is None or ratio.size(1) == 1
@@ -302,7 +304,7 @@ def _widen(
     pad_id: int,
     ratio_is_per_rollout: bool,
 ) -> Batch:
-    """Return the batch with its token columns padded to new widths.
+    """Return the batch of B rollouts with its token columns padded to new widths.
 
     Prompts are padded on the left, completions on the right. Columns that have prompt and
     completion are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts and completions 3
@@ -313,8 +315,8 @@ def _widen(
         new_prompt_width: token columns that prompts get.
         new_completion_width: token columns that completions get.
         pad_id: the token that fills columns of token ids; other columns are filled with 0.
-        ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1), and not (B, C).
-            Its shape alone does not tell that if completions are one token wide.
+        ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1), and not (B, C)
+            for C tokens. Its shape alone does not tell that if completions are one token wide.
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)

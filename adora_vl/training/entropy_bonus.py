@@ -24,14 +24,13 @@ class EntropyBonus:
     TRL takes the mean over the tokens of each micro-batch, and then the mean of these means. So a
     token in a short micro-batch weighs more than a token in a long one: of two micro-batches with
     10 and 90 tokens each counts one half, where the first should count 0.1 and the second 0.9.
-    Micro-batches that are left out would count as 0.
+    Micro-batches that are left out would count as 0. There are B rollouts of C tokens.
     """
 
     def __init__(self, config: AdoraGRPOConfig, batcher: MicroBatcher) -> None:
         self.is_on = has_entropy_bonus(config)
-        # 1 at the tokens of the last pass that the bonus acts on, (B, C) for B rollouts of C
-        # tokens; None for all tokens. The trainer sets it where TRL learns from the tokens of the
-        # highest entropy alone.
+        # 1 at the tokens of the last pass that the bonus acts on; None for all tokens. The trainer
+        # sets it where TRL learns from the tokens of the highest entropy alone.
         self.high_entropy_mask_BC: Tensor | None = None
         self._batcher = batcher
         self._is_adaptive = config.use_adaptive_entropy

@@ -67,7 +67,8 @@ class Extension:
     def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Change a training batch, once its advantages are final: `batch["advantages"]`, (B,).
 
-        An extension may change them, also to (B, C), one for each token of the completions.
+        There are B rollouts of C tokens. An extension may change the advantages, also to (B, C),
+        one for each token.
 
         Args:
             generation: where in the run the batch was sampled.

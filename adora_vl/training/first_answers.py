@@ -29,7 +29,7 @@ class FirstAnswers:
         Later calls do nothing. Only the main process calls this.
 
         Args:
-            rows: the row of each rollout of this rank, (B,).
+            rows: the row of each rollout of this rank.
             facts: what is known of the rollouts of all ranks, those of this rank first.
         """
         if self.has_checked:

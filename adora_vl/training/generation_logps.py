@@ -26,7 +26,8 @@ class GenerationLogps:
     policy to the old one, and with `beta` the distance of the new policy from the reference. Before
     the first optimizer step on a generation the training pass, whose loss is backpropagated, gives
     the old log-probabilities too. Later micro-batches need a pass of their own, which `old_logps`
-    decides. All methods are collective: with sharded weights every rank has to make each pass.
+    decides. There are B rollouts of C tokens. All methods are collective: with sharded weights
+    every rank has to make each pass.
     """
 
     context: StepContext
@@ -78,11 +79,9 @@ class GenerationLogps:
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
-            if is_training:
-                # Else passes over some micro-batches are made later, or none at all.
-                needs_old_pass_now = self.old_logps.needs_pass_over_generation
-            else:
-                # An evaluation has no later passes.
+            # In a training, later passes over single micro-batches may take the place of this one.
+            needs_old_pass_now = self.old_logps.needs_pass_over_generation
+            if not is_training:
                 needs_old_pass_now = self.old_logps.loss_needs_any
             if needs_old_pass_now:
                 old_logps_BC = compute_logps(self.policy)

@@ -288,7 +288,10 @@ def _is_of_this_package(function: object) -> bool:
 
 
 class DriftGuard:
-    """Stops the run where engine and trainer disagree on the sampled tokens."""
+    """Stops the run where engine and trainer disagree on the sampled tokens.
+
+    There are B rollouts of C tokens.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
@@ -349,7 +352,8 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
     and the result is 1.
 
     Args:
-        log_ratios_BC: log-probabilities by the new policy minus those by the old one.
+        log_ratios_BC: log-probabilities by the new policy minus those by the old one, of B rollouts
+            with C tokens.
         mask_BC: 1 at the tokens of the loss.
         level: TRL's `importance_sampling_level`: `token`, or `sequence`, where a sequence has one
             ratio, from the mean of its log ratios.
@@ -365,7 +369,8 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
 class ReferenceGuard:
     """Stops the run before its first update where the reference is not the policy's start.
 
-    The KL term would then pull the policy to the reference before anything was learned.
+    The KL term would then pull the policy to the reference before anything was learned. There are B
+    rollouts of C tokens.
     """
 
     def __init__(self, context: StepContext, rounding: float) -> None:
@@ -420,7 +425,10 @@ class ReferenceGuard:
 
 
 class RatioGuard:
-    """Skips an optimizer step with an importance ratio, new policy to old, above a bound."""
+    """Skips an optimizer step with an importance ratio, new policy to old, above a bound.
+
+    A micro-batch has B rollouts of C tokens.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator

@@ -13,7 +13,8 @@ class LateDriftCheck:
     With `ahead: k` no generation has samples of the present weights, so a few short rollouts are
     requested for the comparison. While the policy learns from generation n, they wait in the queue
     behind generation n + k - 1. For k > 1 the policy would have to wait for that generation before
-    it could learn from n, so they are compared at the end of the step instead.
+    it could learn from n, so they are compared at the end of the step instead. There are B rollouts
+    of C tokens.
     """
 
     def __init__(self, engine_and_policy: EngineAndPolicy, drift_guard: DriftGuard) -> None:

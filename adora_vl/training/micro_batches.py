@@ -49,7 +49,7 @@ def signal_of_subgroups(advantages: Tensor, rows_per_subgroup: int) -> Tensor:
     For example, the advantages 0 0 1 -1 0 0 with two rows per subgroup give False, True, False.
 
     Args:
-        advantages: (B,), or (B, C) with one for each token.
+        advantages: (B,), one for each of B rows, or (B, C) with one for each of C tokens.
         rows_per_subgroup: rows of a subgroup, which are neighbours: a group, or a part of one.
     """
     values_per_subgroup = rows_per_subgroup * advantages[0].numel()

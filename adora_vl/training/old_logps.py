@@ -63,7 +63,7 @@ class OldLogps:
     gives the old log-probabilities. Micro-batches of later optimizer steps need a pass of their own
     before the weights change. Stock TRL makes this pass over the whole generation whenever vLLM
     samples. With `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and
-    there is no pass.
+    there is no pass. A micro-batch has B rollouts of C tokens.
     """
 
     def __init__(self, context: StepContext, *, has_dropout: bool) -> None:
@@ -106,7 +106,7 @@ class OldLogps:
         # Without this optimisation everything is as in stock TRL.
         if not self.config.uses("skip_old_pass"):
             return True
-        # Passes over some micro-batches need micro-batches that this package has cut.
+        # If this package splits the generation, there are passes over micro-batches instead.
         if regroups_micro_batches(self.config):
             return False
         # With one optimizer step the training pass gives them, unless it has dropout.

@@ -470,7 +470,7 @@ class Pool:
         unfinished_count = torch.full_like(ages_B[0], self._count_unfinished_rollouts())
         # The sum and the maximum of the ages, and the count of unfinished rollouts.
         ages_3 = torch.stack([ages_B.sum(), ages_B.max(), unfinished_count])
-        # One gather for all three; each becomes a tensor with one value per rank, (R,).
+        # One gather for all three. Each becomes a tensor with one value for each of R ranks.
         sums_R, maxima_R, unfinished_R = self.accelerator.gather(ages_3[None]).unbind(dim=1)
         rollouts_of_all_ranks = len(ages_B) * len(sums_R)
         self.log("adora/staleness", sums_R.sum().item() / rollouts_of_all_ranks)

@@ -48,7 +48,7 @@ class Refill:
             scored_groups: this rank's groups of it.
             score: makes further groups into a batch and scores it.
         """
-        completion_lengths = scored_groups.facts.length_N.int().tolist()
+        completion_lengths = scored_groups.facts.length_N.int().tolist()  # of N rollouts
         if self.pool.options.refill:
             scored_groups = self._replace_in_rounds(
                 generation, scored_groups, score, completion_lengths=completion_lengths

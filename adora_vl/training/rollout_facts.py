@@ -24,7 +24,7 @@ _ALONE_IN_GROUP = "no other rollout of its group has a reward"
 
 
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return this rank's part, (B,), of the values of all ranks' rollouts, (N,).
+    """Return this rank's part, (B,), of the values of the N rollouts of all ranks, (N,).
 
     Every rank has B = N / processes rollouts. For example, of 6 values on 3 ranks, rank 1 has the
     third and the fourth.
@@ -39,7 +39,7 @@ def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
 
 
 def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Return one reward per rollout, (B,): the weighted sum of F rewards, as TRL computes it.
+    """Return a reward for each of B rollouts: the weighted sum of F rewards, as TRL computes it.
 
     A NaN, for a function that gave no score, counts as 0. If all are NaN, the result is NaN. For
     example, with the weights 1 and 2, the rewards (0.5, NaN) give 0.5.
@@ -100,8 +100,8 @@ class RolloutFacts:
     def gather_from_ranks(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
         """Gather the facts of all ranks' rollouts, and return them on each rank. Collective.
 
-        There is a single gather: all facts are packed as the float32 columns of one tensor, (B, K),
-        and get their own dtypes again afterwards.
+        There is a single gather: all facts are packed as the K float32 columns of one tensor,
+        (B, K), and get their own dtypes again afterwards.
 
         Args:
             measured: the facts of this rank's B rollouts.

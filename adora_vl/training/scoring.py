@@ -43,8 +43,9 @@ class FunctionScores:
 class RewardFunctions:
     """Calls the reward functions of a run as TRL 1.16 does, in its `_calculate_rewards`.
 
-    They are functions, coroutine functions, or reward models. As in TRL a function may call
-    `log_extra(column, values)` to log a value for each completion, and `log_metric(name, value)`.
+    There are F of them: functions, coroutine functions, or reward models, which score B rollouts.
+    As in TRL a function may call `log_extra(column, values)` to log a value for each completion,
+    and `log_metric(name, value)`.
     """
 
     functions: Sequence[Any]
@@ -212,7 +213,7 @@ def _function_arguments(unscored_groups: UnscoredGroups) -> dict[str, Any]:
 class Scorer:
     """Gathers rewards and other facts of all ranks' rollouts, once each rank has scored its own.
 
-    A call is collective.
+    A call is collective. There are F reward functions, and B rollouts of each rank.
     """
 
     context: StepContext
@@ -291,11 +292,11 @@ def measured_facts(unscored_groups: UnscoredGroups, rewards_BF: Tensor) -> Rollo
 
 
 def surprisal(batch: Batch) -> Tensor:
-    """Return the mean surprisal of each rollout of this rank in nats per token, (B,).
+    """Return the mean surprisal of each of this rank's B rollouts in nats per token, (B,).
 
-    It is the mean of -log p over the tokens of the loss, where p is the probability that the engine
-    gave to the token. For example, the log-probabilities -1 and -3 give 2. All are NaN if the batch
-    lacks the engine's log-probabilities.
+    It is the mean of -log p over the C tokens, as far as the loss counts them, where p is the
+    probability that the engine gave to the token. For example, the log-probabilities -1 and -3 give
+    2. All are NaN if the batch lacks the engine's log-probabilities.
     """
     logps_BC = batch.get("sampling_per_token_logps")
     mask_BC = loss_mask(batch)
@@ -337,7 +338,7 @@ def _logged_on_all_ranks(
     means = {}
     for name in metric_names:
         values_of_ranks = [logged_metrics.get(name, []) for logged_metrics in metrics_of_ranks]
-        # As TRL sums them: in float32, rank by rank.
+        # As TRL sums them: in float32, each of R ranks for itself at first.
         sums_R = torch.tensor([sum(values) for values in values_of_ranks], dtype=torch.float32)
         means[name] = sums_R.sum().item() / sum(map(len, values_of_ranks))
     return columns, means
