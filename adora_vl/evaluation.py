@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """One benchmark with the problems that are evaluated."""
+    """One benchmark with the problems that are evaluated.
+
+    For example, `problems=data/my-set` of the key `adora_eval` becomes the task of the benchmark
+    `problems` with the held-out problems of `data/my-set`.
+    """
 
     benchmark: Benchmark
     problems: list[Problem]

@@ -296,6 +296,7 @@ def finish_run(
     """
     from adora_vl.checkpoint.writer import delete_old_run
     from adora_vl.record.manifest import end_manifest, mark_failed_on_error
+    from adora_vl.record.summary import summary_lines
 
     is_main = trainer.accelerator.is_main_process
     with mark_failed_on_error(
@@ -313,31 +314,15 @@ def finish_run(
             status="finished",
             steps=trainer.state.global_step,
         )
-        print_summary(trainer, run, model_folder=model_folder, seconds=seconds)
-
-
-def print_summary(
-    trainer: AdoraGRPOTrainer, run: ResolvedRun, model_folder: Path, seconds: float
-) -> None:
-    """Print what a finished run has learned, and where its model is.
-
-    Args:
-        trainer: the trainer of the run, with its log.
-        run: its config and data.
-        model_folder: the folder of the whole model.
-        seconds: how long the training took.
-    """
-    from adora_vl.record.summary import summary_lines
-
-    lines = summary_lines(
-        trainer.state.log_history,
-        config=run.config,
-        model=model_folder,
-        seconds=seconds,
-        data=run.data.folders[0],
-        command=trainer.manifest["command"],
-    )
-    print("\n".join(lines), flush=True)
+        lines = summary_lines(
+            trainer.state.log_history,
+            config=run.config,
+            model=model_folder,
+            seconds=seconds,
+            data=run.data.folders[0],
+            command=trainer.manifest["command"],
+        )
+        print("\n".join(lines), flush=True)
 
 
 def print_run_error(error: Exception, cause: BaseException | None = None) -> None:

@@ -130,6 +130,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     The objects that do the work of a step are attributes of `self.parts`. For example, `parts.pool`
     remembers groups that wait for a later generation, and `parts.generation_sampler` samples.
+    `_metric_means` averages what TRL logs over the micro-batches of a step. Its `snapshot` returns
+    a function that undoes what was logged since.
     """
 
     parts: StepParts
@@ -212,7 +214,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 optimizers=optimizers,
                 peft_config=run.request.model.peft_config,
             )
-        self._means = MicroBatchMeans(run.config, self._metrics["train"])
+        self._metric_means = MicroBatchMeans(run.config, self._metrics["train"])
         self.prefetch = NoPrefetch()  # until the data loader is made
         self.parts = self._build_parts(clock)
         self._replace_callbacks()
@@ -253,7 +255,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         )
         if config.use_vllm:
             # Only a run without an engine samples by this method.
-            _refuse_override(type(self), "_generate_single_turn", "set use_vllm: false")
+            _refuse_override(type(self), "_generate_single_turn", remedy="set use_vllm: false")
         context = RunContext.of_launch(config, output_dir_mode="ignore")
         if train_dataset is None:
             train_dataset = rows_for_environments(config, processes=context.sharding.processes)
@@ -280,7 +282,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             state=lambda: self.state,
             policy_logps=self._policy_logps,
             save_now=self.save_here,
-            log_weighted=self._means.add,
+            log_weighted=self._metric_means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
         return StepParts(
@@ -323,7 +325,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        # For some configs TRL splits the generation into micro-batches.
+        # For most configs this class splits the generation into micro-batches, else TRL does.
         if regroups_micro_batches(self.args):
             micro_batch = self._next_micro_batch(generation_batch)
         else:
@@ -360,7 +362,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         several iterations (`num_iterations`) the same micro-batches are learned from again.
         """
         key = self._step_key
-        self._means.begin()  # averages over the micro-batches that follow
+        self._metric_means.begin()  # averages over the micro-batches that follow
         generation_logps = self.parts.generation_logps
         # With refill a sleeping engine stays awake between the batches, unless the policy's own
         # passes after each batch need its memory.
@@ -560,7 +562,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
             self._step += self.layout.micro_step_correction(self._step)
-            self._means.begin()
+            self._metric_means.begin()
             metrics["step_time"].append(self._seconds_of_step)
             self._seconds_of_step = 0.0
         return loss
@@ -569,7 +571,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Run TRL's training step on the next micro-batch, and return its loss; 0 for an empty one.
 
         A micro-batch is empty if all of its groups were left out for having no signal. Where TRL
-        splits the generation there are none.
+        splits the generation, no micro-batch is empty.
 
         Args:
             trl_step: TRL's training step. If it runs out of memory, it is run a second time.
@@ -577,15 +579,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         run_with_retry = self.parts.recomputed_layers.run_with_retry
         if not regroups_micro_batches(self.args):
-            return run_with_retry(trl_step, self._means.snapshot)
+            return run_with_retry(trl_step, snapshot_log=self._metric_means.snapshot)
         micro_batch = self._prepare_inputs(inputs)
         if not micro_batch:
             self._step += 1  # TRL's step would count this micro-batch, but it is not run
             return torch.zeros((), device=self.args.device)
         # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch. What it logs
         # is averaged over the micro-batches of the step, weighed by their tokens or rows.
-        with self._means.combine_logged(micro_batch):
-            return run_with_retry(trl_step, self._means.snapshot)
+        with self._metric_means.combine_logged(micro_batch):
+            return run_with_retry(trl_step, snapshot_log=self._metric_means.snapshot)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), multiplied by its weight in the optimizer step.

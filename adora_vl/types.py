@@ -24,7 +24,9 @@ from adora_vl.config.batch_plan import BatchLayout
 class Row(TypedDict, total=False):
     """One example of the data set, as TRL's data loader gives it.
 
-    A data set may have further columns; reward functions get all of them.
+    `id` names the row in messages, `problem` is the text of the problem without a prompt around it,
+    `answer` the reference answer, and `choices` are those of a multiple-choice problem. A data set
+    may have further columns; reward functions get all of them.
     """
 
     id: str

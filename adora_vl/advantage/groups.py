@@ -229,8 +229,8 @@ def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
     """Return which of N rollouts are left out of their group: bool, (N,).
 
     These are the rollouts without a reward. If a single rollout remains in a group, it is left out
-    too, since a group of one has no signal. For example, in groups of 3, if the rollouts 1, 3 and 4
-    have no reward, the rollouts 1, 3, 4 and 5 leave.
+    too, since a group of one has no signal. For example, in groups of 3, if the rollouts 1, 3 and
+    4, counted from 0, have no reward, the rollouts 1, 3, 4 and 5 leave.
     """
     # For each of P groups.
     remaining_P = (~is_unrewarded_N).view(-1, group_size).sum(dim=1)

@@ -269,9 +269,8 @@ class _VisionBytes(NamedTuple):
     """What vision tower and projector save for the backward pass, in bytes."""
 
     saved_bytes: int  # all that they save together
-    block_bytes: (
-        int  # what one block of the tower saves if it is not recomputed; 0 without a backward
-    )
+    # What one block of the tower saves if it is not recomputed; 0 without a backward pass.
+    block_bytes: int
 
 
 def _vision_saved_bytes(
@@ -344,9 +343,8 @@ def head_transient_bytes(
         tile_bytes += (
             8 * tile_rows * min(shape.vocabulary_size, HEAD_TILE_VOCABULARY) * FLOAT32_BYTES
         )
-    copy_bytes = (
-        dtypes.residual_bytes if dtypes.residual_bytes != FLOAT32_BYTES else 0
-    )  # float32 needs no copy
+    # Gradients in float32, with a copy in the model's dtype if that is another one.
+    copy_bytes = dtypes.residual_bytes if dtypes.residual_bytes != FLOAT32_BYTES else 0
     hidden_gradient_bytes = tokens * width * (FLOAT32_BYTES + copy_bytes)
     weight_gradient_bytes = 0
     if shape.head_is_trained:

@@ -292,7 +292,7 @@ def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
         ]
     for adapter in reversed(adapters):  # from the base upwards
         peft_model = get_peft_model(model, adapter.config)
-        restore_adapter(peft_model, "default", adapter.folder)
+        restore_adapter(peft_model, name="default", folder=adapter.folder)
         if is_deepspeed_zero3_enabled():
             # PEFT cannot merge the part of a weight that a rank has, so each layer is gathered
             # first.

@@ -264,7 +264,7 @@ class SharedVision:
             return empty
         # This rank has no images at all. It makes as many passes as the rank with the most images,
         # each over a picture of zeros.
-        for _ in range(_max_over_ranks(1, device)):
+        for _ in range(_max_over_ranks(passes=1, device=device)):
             output = _run_without_images(vl_model, run, device)
         bank.may_have_new_images = False
         return output

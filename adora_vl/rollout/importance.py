@@ -227,7 +227,9 @@ def merge_ratio_sums(sums_R7: Tensor) -> list[RatioMetric]:
     and maximum.
     """
     columns = [list(column) for column in zip(*sums_R7.tolist(), strict=True)]
-    gap_sums, gap_counts, largest_gaps, ratio_sums, ratio_counts, smallest, largest = columns
+    # A gap is the difference of a token's two log-probabilities.
+    gap_sums, gap_counts, largest_gaps, *ratio_columns = columns
+    ratio_sums, ratio_counts, smallest_ratios, largest_ratios = ratio_columns
     gap_count = sum(gap_counts)
     ratio_count = sum(ratio_counts)
     mean_gap = sum(gap_sums) / max(gap_count, 1)
@@ -235,9 +237,9 @@ def merge_ratio_sums(sums_R7: Tensor) -> list[RatioMetric]:
     metrics = [
         RatioMetric("sampling/sampling_logp_difference/mean", mean_gap, gap_count),
         RatioMetric("sampling/sampling_logp_difference/max", max(largest_gaps), gap_count),
-        RatioMetric("sampling/importance_sampling_ratio/min", min(smallest), ratio_count),
+        RatioMetric("sampling/importance_sampling_ratio/min", min(smallest_ratios), ratio_count),
         RatioMetric("sampling/importance_sampling_ratio/mean", mean_ratio, ratio_count),
-        RatioMetric("sampling/importance_sampling_ratio/max", max(largest), ratio_count),
+        RatioMetric("sampling/importance_sampling_ratio/max", max(largest_ratios), ratio_count),
     ]
     return [metric if metric.weight else metric._replace(value=math.nan) for metric in metrics]
 

@@ -126,9 +126,8 @@ class Server:
         # `read_info` reads the following from the server.
         self.instance_id = ""  # vLLM's id of the server process, a new one after each start
         self.logprobs_mode = ""  # vLLM's name for the kind of log-probabilities that it returns
-        self.lora_settings: dict[
-            str, Any
-        ] = {}  # vLLM's LoRA settings; empty if it was started without LoRA
+        # vLLM's LoRA settings; empty if the server was started without LoRA
+        self.lora_settings: dict[str, Any] = {}
         self.model_name = ""  # vLLM's name for the model that it serves
         self.is_in_four_bit = False  # whether that model is quantised to 4 bits
         # `instance_id` when the server last read weights. Another instance does not have them.

@@ -233,7 +233,8 @@ def can_merge(model: "PeftModel", gather: GatherParameters) -> bool:
 
     if not isinstance(model.base_model, BaseTuner):
         return False
-    modules = [part.module for part in _modules_to_sync(model.get_base_model())]
+    modules = [prefixed.module for prefixed in _modules_to_sync(model.get_base_model())]
+    # Parameters are told apart by Python's `id` of the object.
     synced_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained_ids <= synced_ids:  # something outside of the layers is trained

@@ -92,7 +92,7 @@ class Environments:
         control_tokens: Sequence[str],
         begins_generation: bool,
     ) -> list[RolloutGroup]:
-        """Return new groups with an environment for each rollout, which was reset.
+        """Give each rollout of the groups an environment, reset it, and return the new groups.
 
         The text that `reset` returns is appended to the group's prompt. Raises `UserError` if an
         environment fails, or its text differs within a group.
@@ -101,8 +101,8 @@ class Environments:
             groups: groups that begin.
             run_seed: the seed of the run.
             control_tokens: those of the model, which `reset` may not return.
-            begins_generation: whether these are the first groups of a generation. All environments
-                are then free again, since no rollout of the last one needs its own any longer.
+            begins_generation: whether these are the first groups of a generation. Then no rollout
+                of the last generation needs its environment any longer, and all are free again.
         """
         if begins_generation:
             self._in_use_count = 0
@@ -111,11 +111,11 @@ class Environments:
     def _reset_for_group(
         self, group: RolloutGroup, run_seed: int, control_tokens: Sequence[str]
     ) -> RolloutGroup:
-        """Return a new group with an environment for each rollout, which was reset.
+        """Give each rollout of a group an environment, reset it, and return the new group.
 
         The text of `reset` is appended to the prompt. All environments are reset with the same
-        random numbers, so that the rollouts begin alike. Raises `UserError` if their texts differ
-        even so, or contain a control token, which the model would take for the end of a message.
+        random numbers, so that the rollouts begin alike. Raises `UserError` if their texts still
+        differ, or contain a control token, which the model would take for the end of a message.
         """
         problem = group.problem
         message_prefix = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"

@@ -259,6 +259,6 @@ class MicroBatchMemory:
         )
         most_recomputed_layers = memory.shape.text.layers if memory.checkpointing else 0
         return PassBytes(
-            all_recomputed=memory.peak_bytes(pass_size, most_recomputed_layers),
-            none_recomputed=memory.peak_bytes(pass_size, 0),
+            all_recomputed=memory.peak_bytes(pass_size, recomputed_count=most_recomputed_layers),
+            none_recomputed=memory.peak_bytes(pass_size, recomputed_count=0),
         )

@@ -119,24 +119,15 @@ class RecomputedLayers:
         # Predicts the memory of a pass with `auto`; None: the layers are not switched by memory.
         self._activation_memory: ActivationMemory | None = None
         if can_switch and requested == "auto" and read_gpu_bytes is not None:
-            self._activation_memory = self._activation_memory_of(shape(), config)
+            sizes = shape()
+            # The prediction counts decoder layers, so these have to be the recomputable ones.
+            if sizes.text.layers == len(self._layers):
+                self._activation_memory = activation_memory_of(config, sizes, sharding)
         # Whether a micro-batch that runs out of memory is run once more. With several ranks it is
         # not, since a rank that repeats a pass alone leaves the others waiting. With TRL's adaptive
         # coefficient it is not, since TRL sums entropies in a pass and would count both tries.
         is_single_process = self._accelerator.num_processes == 1 and sharding.zero_stage is None
         self._can_retry = is_single_process and not config.use_adaptive_entropy
-
-    def _activation_memory_of(
-        self, shape: ModelShape, config: AdoraGRPOConfig
-    ) -> ActivationMemory | None:
-        """Return the object that predicts the memory of a pass; None for unknown layers.
-
-        `shape`: the sizes of the policy. The layers are unknown if the model has another number of
-        layers that can be recomputed than of decoder layers.
-        """
-        if shape.text.layers != len(self._layers):
-            return None
-        return activation_memory_of(config, shape, self._sharding)
 
     @contextmanager
     def switched(self, size: PassSize) -> Iterator[None]:
@@ -205,12 +196,12 @@ class RecomputedLayers:
             )
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
         # may be counted twice: a few layers more than necessary are then recomputed.
+        computes_in_16_bits = activation_memory.dtypes.compute_bytes == 2
         buffers = predict_state_bytes(
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,
-            mixed_precision=activation_memory.dtypes.compute_bytes
-            == 2,  # bytes: bfloat16 or float16
+            mixed_precision=computes_in_16_bits,
         )
         return buffers.gradient_bytes + buffers.gathered_weight_bytes
 
