@@ -54,7 +54,7 @@ from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetc
 from adora_vl.model_setup import prepare_models, use_own_classes_in_trl
 from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import restore_weights
-from adora_vl.packing.policy_pass import generation_logps
+from adora_vl.packing.policy_pass import WatchedPass, generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
 from adora_vl.preflight.python_inputs import AnyDatasets, Datasets
@@ -81,6 +81,7 @@ from adora_vl.record.phases import PhaseClock, start_clock
 from adora_vl.record.shown_metrics import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
+from adora_vl.training.entropy_bonus import TRLBonus
 from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
@@ -633,6 +634,24 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self._seeded_by_micro_batch(),
         ):
             loss: Tensor = super()._compute_loss(model, micro_batch)
+        return self._complete_loss(loss, micro_batch, watched_pass, trl_bonus=trl_bonus)
+
+    def _complete_loss(
+        self, loss: Tensor, micro_batch: Batch, watched_pass: WatchedPass, *, trl_bonus: TRLBonus
+    ) -> Tensor:
+        """Turn TRL's loss of a micro-batch into its part of the loss of the optimizer step, ().
+
+        If the ratio of new to old policy explodes, the result is NaN, with which every rank skips
+        the optimizer step. Otherwise it is multiplied by the weight of the micro-batch, and what
+        TRL's entropy bonus lacks is added. Collective.
+
+        Args:
+            loss: TRL's loss of the micro-batch, ().
+            micro_batch: with the columns that this loss has used.
+            watched_pass: log-probabilities and entropies of the policy's pass.
+            trl_bonus: the entropy bonus that is a part of TRL's loss.
+        """
+        parts = self.parts
         entropies_BC = cast("Tensor", watched_pass.entropies_BC)  # TRL's loss asks for them
         # A micro-batch has this column if it is weighed by its tokens. The loss of a mixture of
         # experts contains an auxiliary loss, so TRL's own metric of the policy loss stays.
@@ -640,8 +659,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self._replace_policy_loss_metric(
                 parts.entropy_bonus.policy_loss_sums(micro_batch, loss, entropies_BC, trl_bonus)
             )
-        # If the ratio of new to old policy explodes, the loss becomes NaN, with which every rank
-        # skips the optimizer step.
         loss = parts.ratio_guard.loss_or_nan(loss, watched_pass.logps_BC, micro_batch)
         loss = loss * parts.micro_batcher.loss_weight(micro_batch)
         if parts.entropy_bonus.is_on:

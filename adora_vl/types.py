@@ -258,6 +258,14 @@ def split_images_by_row(
     ]
 
 
+def image_fields(images_by_row: Sequence[RowImages]) -> dict[str, Tensor]:
+    """Join the images of several rows, by the names of a model's arguments for them."""
+    return {
+        "pixel_values": torch.cat([images.pixels for images in images_by_row]),
+        "image_grid_thw": torch.cat([images.grids for images in images_by_row]),
+    }
+
+
 def _copy_to_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Copy tensors of whole numbers to the CPU, by their names; None stays None.
 

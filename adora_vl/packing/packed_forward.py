@@ -40,7 +40,7 @@ from adora_vl.packing.split_attention import (
     empty_mask,
     install_packed_attention,
 )
-from adora_vl.types import RowImages, RowsOnCpu
+from adora_vl.types import RowImages, RowsOnCpu, image_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -270,8 +270,7 @@ class PackedForward:
         }
         images = _images_in_order(inputs.rows_on_cpu, groups)
         if images:
-            model_inputs["pixel_values"] = torch.cat([row_images.pixels for row_images in images])
-            model_inputs["image_grid_thw"] = torch.cat([row_images.grids for row_images in images])
+            model_inputs |= image_fields(images)
         checkpointing: AbstractContextManager[None] = nullcontext()
         if torch.is_grad_enabled():  # other passes keep no activations
             size = packed_size(packed, model_inputs.get("pixel_values"))

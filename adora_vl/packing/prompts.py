@@ -19,7 +19,7 @@ from adora_vl.packing.image_store import (
     effective_settings,
     flat_images,
 )
-from adora_vl.types import split_images_by_row
+from adora_vl.types import image_fields, split_images_by_row
 from adora_vl.utils import compat
 from adora_vl.utils.cli import pluralize
 from adora_vl.utils.errors import UserError
@@ -135,9 +135,7 @@ def read_prompts(
         images_by_prompt = split_images_by_row(
             torch.as_tensor(pixels), torch.as_tensor(grids), image_counts
         )
-        images_by_row = [images_by_prompt[number] for number in prompt_numbers]
-        fields["pixel_values"] = torch.cat([images.pixels for images in images_by_row])
-        fields["image_grid_thw"] = torch.cat([images.grids for images in images_by_row])
+        fields |= image_fields([images_by_prompt[number] for number in prompt_numbers])
     return PromptBatch(
         messages=messages,
         ids=ids,
@@ -234,8 +232,7 @@ def with_pictures_of_tools(
         processed_in_order = []
         for row_images, new_images in zip(processed_of_prompts, processed_by_row, strict=True):
             processed_in_order += [row_images, new_images]
-    fields["pixel_values"] = torch.cat([images.pixels for images in processed_in_order])
-    fields["image_grid_thw"] = torch.cat([images.grids for images in processed_in_order])
+    fields |= image_fields(processed_in_order)
     # Prompts without images have no column of token types: all of their tokens are text (0).
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
     pictures_by_row = []
@@ -267,8 +264,7 @@ def select_prompts(prompts: PromptBatch, rows: Sequence[int]) -> PromptBatch:
         fields["pixel_values"] = pixels[list(rows)]
     else:
         images_by_row = split_images_by_row(pixels, grids, prompts.num_images)
-        fields["pixel_values"] = torch.cat([images_by_row[row].pixels for row in rows])
-        fields["image_grid_thw"] = torch.cat([images_by_row[row].grids for row in rows])
+        fields |= image_fields([images_by_row[row] for row in rows])
     return PromptBatch(messages=messages, ids=ids, images=images, fields=fields)
 
 

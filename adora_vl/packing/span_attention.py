@@ -89,7 +89,13 @@ def _causal_sdpa(
 ) -> Tensor:
     """Compute causal attention, (1, H, L, D), by PyTorch's SDPA.
 
-    The last query sees all keys, and each query before it one key less (`lower_right_mask`).
+    The last query sees all keys, and each query before it one key less (`lower_right_mask`). For
+    that SDPA gets, in the order of the code:
+
+        as many queries as keys             its option `is_causal`
+        other numbers, flash attention      an alignment to the last key
+        at least half as many queries       zero queries before the first one, and `is_causal`
+        fewer queries                       a mask
 
     `query` is (1, H, L, D): H heads, L queries, D values per head. `key` and `value` are
     (1, Hk, M, D), with Hk heads and M >= L keys.
