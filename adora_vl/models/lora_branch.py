@@ -75,7 +75,8 @@ def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: ob
         return peft_output
     lora_A = layer.lora_A[name]
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
-    branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
+    low_rank_values = lora_A(layer.lora_dropout[name](inputs))
+    branch = layer.lora_B[name](low_rank_values) * layer.scaling[name]
     base_product = layer.base_layer(x)
     output: Tensor = (base_product + branch).to(base_product.dtype)
     return output

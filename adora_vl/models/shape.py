@@ -292,7 +292,8 @@ def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> 
         if not is_list:  # a regular expression, or None
             continue
         for module in sorted(modules):
-            if not any(name == module or name.endswith(f".{module}") for name in names):
+            has_module = any(name == module or name.endswith(f".{module}") for name in names)
+            if not has_module:
                 suggestion = did_you_mean(module, last_parts)
                 raise UserError(f"{key}: {module!r} is no module of this model{suggestion}")
 

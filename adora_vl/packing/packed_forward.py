@@ -201,9 +201,10 @@ class PackedForward:
         """
         gather = self._accelerator.gather
         device = inputs.input_ids.device
+        any_rank_packs = gather(torch.tensor([int(packs_rows)], device=device)).any()
         # If no rank packs, there is nothing to compare yet. If any rank packs, all ranks make two
         # passes, since a forward pass gathers sharded weights.
-        if not gather(torch.tensor([int(packs_rows)], device=device)).any():
+        if not any_rank_packs:
             return
         self.is_checked = True
         row_count = inputs.rows_per_chunk

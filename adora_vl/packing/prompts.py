@@ -286,11 +286,12 @@ def append_completions(
     for name in TOKEN_TYPE_FIELDS:
         if name not in fields:
             continue
-        shows_images = name == "mm_token_type_ids"
-        fields[name] = [
-            [*types, *(int(shows_images and token == image_token_id) for token in completion)]
-            for types, completion in zip(fields[name], completions, strict=True)
-        ]
+        marks_images = name == "mm_token_type_ids"
+        longer_types = []
+        for types, completion in zip(fields[name], completions, strict=True):
+            is_image = [marks_images and token == image_token_id for token in completion]
+            longer_types.append([*types, *map(int, is_image)])
+        fields[name] = longer_types
     ids = [
         [*prompt_ids, *completion]
         for prompt_ids, completion in zip(prompts.ids, completions, strict=True)

@@ -247,7 +247,7 @@ class SharedVision:
             device: that of the batch.
         """
         empty = _fill_output(BaseModelOutputWithPooling(), [_empty_features(vl_model, device)])
-        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if _is_single_process():
             return empty
         bank = (
             self.banks.of_training() if self.shares_images and _has_frozen_tower(vl_model) else None
@@ -297,6 +297,11 @@ def split_into_passes(
     return passes
 
 
+def _is_single_process() -> bool:
+    """Return whether the run has a single rank."""
+    return not distributed.is_initialized() or distributed.get_world_size() == 1
+
+
 def _max_over_ranks(passes: int, device: torch.device) -> int:
     """Return how many passes of the vision tower each rank makes: the most of any rank. Collective.
 
@@ -307,7 +312,7 @@ def _max_over_ranks(passes: int, device: torch.device) -> int:
         passes: how many passes this rank needs.
         device: that of the collective call.
     """
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if _is_single_process():
         return max(passes, 1)
     largest = torch.tensor([passes], device=device)
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)

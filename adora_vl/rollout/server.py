@@ -11,7 +11,7 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 
 from adora_vl.rollout.rollouts import SamplingResult, logp_or_minus_infinity
-from adora_vl.rollout.server_client import TIMEOUTS_IN_USE, Timeouts, mount_timeouts
+from adora_vl.rollout.server_client import SHORT_QUESTION_TIMEOUTS, Timeouts, mount_timeouts
 from adora_vl.utils.daemon_threads import set_outcome
 from adora_vl.utils.errors import RedactedError
 
@@ -133,7 +133,7 @@ class Server:
         # `instance_id` when the server last read weights. Another instance does not have them.
         self.synced_instance_id = ""
 
-    def read_info(self, timeouts: Timeouts = TIMEOUTS_IN_USE) -> None:
+    def read_info(self, timeouts: Timeouts = SHORT_QUESTION_TIMEOUTS) -> None:
         """Ask the server for its settings, and store them in this object."""
         info = self._ask_json("GET", "server_info?config_format=json", timeout=timeouts)
         config = info["vllm_config"]
@@ -310,12 +310,12 @@ class Server:
 
     def reset_caches(self) -> None:
         """Empty the caches of prefixes and image features, which old weights have filled."""
-        reply = self._ask_json("POST", "reset_prefix_cache", timeout=TIMEOUTS_IN_USE)
+        reply = self._ask_json("POST", "reset_prefix_cache", timeout=SHORT_QUESTION_TIMEOUTS)
         if not reply.get("success", True):
             raise UnusableServerError(
                 "it did not reset its prefix cache: requests of others are running"
             )
-        self._ask("POST", "reset_encoder_cache", timeout=TIMEOUTS_IN_USE)
+        self._ask("POST", "reset_encoder_cache", timeout=SHORT_QUESTION_TIMEOUTS)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
         """Send an HTTP request, and return the response.

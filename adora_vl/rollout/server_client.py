@@ -42,9 +42,9 @@ class Timeouts(NamedTuple):
 
 
 # For a short question to a server that samples for the run.
-TIMEOUTS_IN_USE = Timeouts(connect_s=_CONNECT_TIMEOUT_S, answer_s=60.0)
+SHORT_QUESTION_TIMEOUTS = Timeouts(connect_s=_CONNECT_TIMEOUT_S, answer_s=60.0)
 # For a server that has failed. It may be switched off, and must not delay every weight sync.
-TIMEOUTS_LEFT_OUT = Timeouts(connect_s=1.0, answer_s=10.0)
+FAILED_SERVER_TIMEOUTS = Timeouts(connect_s=1.0, answer_s=10.0)
 
 
 class _BrokenConnectionRetry(Retry):
@@ -139,7 +139,9 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
         deadline = time.monotonic() + total_timeout
         while True:
             try:
-                response = self.session.get(f"{self.base_url}/health", timeout=TIMEOUTS_IN_USE)
+                response = self.session.get(
+                    f"{self.base_url}/health", timeout=SHORT_QUESTION_TIMEOUTS
+                )
                 if response.status_code == 200:
                     # As in TRL: a proxy passes the server's own host in this header.
                     self.host = response.headers.get("X-Forwarded-For", self.host)

@@ -25,10 +25,10 @@ from adora_vl.rollout.server import (
     UnusableServerError,
 )
 from adora_vl.rollout.server_client import (
+    FAILED_SERVER_TIMEOUTS,
     MAX_REQUESTS_PER_SERVER,
     SERVER_THREAD,
-    TIMEOUTS_IN_USE,
-    TIMEOUTS_LEFT_OUT,
+    SHORT_QUESTION_TIMEOUTS,
 )
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, describe_error
@@ -130,7 +130,9 @@ class ServerPool:
 
     def _check_server(self, server: Server) -> None:
         """Ask a server for its settings, and raise where it cannot be used."""
-        timeouts = TIMEOUTS_IN_USE if server in self.servers_in_use else TIMEOUTS_LEFT_OUT
+        timeouts = (
+            SHORT_QUESTION_TIMEOUTS if server in self.servers_in_use else FAILED_SERVER_TIMEOUTS
+        )
         server.read_info(timeouts)
         if self._adapter_requirements is not None:
             server.check_lora(self._adapter_requirements)
@@ -216,7 +218,8 @@ class ServerPool:
             restart = self._exclude_restarted(server_by_request.values())
             last_error = restart or failure or last_error
             for number, future in futures.items():
-                if future.exception() is None and server_by_request[number] in self.servers_in_use:
+                is_server_in_use = server_by_request[number] in self.servers_in_use
+                if is_server_in_use and future.exception() is None:
                     rollouts_by_request[number] = future.result()
         return [rollouts_by_request[number] for number in request_numbers]
 

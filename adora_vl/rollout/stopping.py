@@ -77,9 +77,11 @@ class StopCriteria:
             return True
         if text is None:
             text = self.decode(ids)
-        return any(
-            string in text and string not in self.decode(ids[:-1]) for string in self.strings
-        )
+        strings_in_text = [string for string in self.strings if string in text]
+        if not strings_in_text:
+            return False
+        text_before_last_token = self.decode(ids[:-1])
+        return any(string not in text_before_last_token for string in strings_in_text)
 
     def rollout_has_stopped(self, rollout: Rollout, last_turn_text: str) -> bool:
         """Return whether the last turn of a rollout was ended by one of the criteria.

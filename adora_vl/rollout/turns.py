@@ -299,7 +299,8 @@ class ToolLoop:
             image_lengths=[self.count_image_tokens(image) for image in images],
             last_turn=rollout.last_turn_tokens,
         )
-        if max_tokens - len(rollout.tokens) - len(answer_ids) < MIN_TOKENS_LEFT:
+        tokens_left = max_tokens - len(rollout.tokens) - len(answer_ids)
+        if tokens_left < MIN_TOKENS_LEFT:
             return replace(
                 rollout,
                 finish_reason=FinishReason.CONTEXT,

@@ -56,8 +56,8 @@ class WeightFiles:
         # The rank of the LoRA adapter whose tensors are written; None: whole weights are written.
         self.adapter_rank: int | None = None
         # Closing it removes the folder of the adapter that servers have now.
-        self._previous_adapter = ExitStack()
-        finalize(self, self._previous_adapter.close)
+        self._previous_adapter_folder = ExitStack()
+        finalize(self, self._previous_adapter_folder.close)
         # `abandoned_folders` leaves out folders whose lock is held by a process.
         for path in abandoned_folders(self.folder.glob(f"{self._folder_prefix}-*")):
             shutil.rmtree(path, ignore_errors=True)
@@ -98,8 +98,8 @@ class WeightFiles:
             if self.adapter_rank is not None:
                 # The servers have read this adapter. Its folder stays instead of the previous
                 # one's.
-                self._previous_adapter.close()
-                self._previous_adapter.push(stack.pop_all())
+                self._previous_adapter_folder.close()
+                self._previous_adapter_folder.push(stack.pop_all())
 
 
 def _save_adapter(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, rank: int) -> None:

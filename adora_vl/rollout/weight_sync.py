@@ -274,8 +274,9 @@ def refuse_unmergeable(model: "PeftModel", gather: GatherParameters) -> None:
     whole, which is collective: all ranks call this together.
     """
     if not can_merge(model, gather):
-        types = [config.peft_type for config in model.peft_config.values()]
-        kinds = ", ".join(sorted({str(getattr(kind, "value", kind)) for kind in types}))
+        peft_types = [config.peft_type for config in model.peft_config.values()]
+        names = {str(getattr(peft_type, "value", peft_type)) for peft_type in peft_types}
+        kinds = ", ".join(sorted(names))
         raise UserError(
             f"peft_config: {kinds}: PEFT cannot merge this adapter into the weights of this "
             "model, as the engine and the evaluators need it; choose another one, such as LoRA"

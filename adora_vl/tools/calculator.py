@@ -206,7 +206,8 @@ class _Parser:
         """Read a number, such as `12.5` or `2e3`, and return its tree `("num", token)`."""
         token = self._pop_token()
         digits, _, power_of_ten = token.lower().partition("e")
-        if len(digits) > MAX_LITERAL_DIGITS or abs(int(power_of_ten or 0)) > _LARGEST_POWER_OF_TEN:
+        has_too_many_digits = len(digits) > MAX_LITERAL_DIGITS
+        if has_too_many_digits or abs(int(power_of_ten or 0)) > _LARGEST_POWER_OF_TEN:
             raise ParseError("too_large")
         return ("num", token)
 

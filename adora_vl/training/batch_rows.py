@@ -180,8 +180,9 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
         lengths: completion tokens of each row. Two columns remain even where all are shorter, since
             TRL takes a tensor of one column for values of whole answers, and counts masked answers.
     """
+    is_used_P = prompt_mask.any(dim=0)
     return UsedColumns(
-        first_prompt_column=int(prompt_mask.any(dim=0).int().argmax()),
+        first_prompt_column=int(is_used_P.int().argmax()),  # the first 1
         completion_width=max(*lengths, 2),
     )
 

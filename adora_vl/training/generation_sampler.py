@@ -174,7 +174,8 @@ class GenerationSampler:
             return
         # What was requested ahead must be for the rows that are drawn now. It is not where a run
         # begins, or resumes with other rows. Collective: all ranks request anew if one has to.
-        if not all(gather_object([self.pool.next_pending_is_for(drawn_groups)])):
+        has_right_rows = self.pool.next_pending_is_for(drawn_groups)
+        if not all(gather_object([has_right_rows])):
             self.pool.drop_all_pending()
         self._queue_weights(generation, drawn_groups)
         max_pending = self.generations_ahead + 1  # the present generation and those ahead
@@ -250,7 +251,8 @@ class GenerationSampler:
         """
         groups_to_end = self.pool.groups_that_must_end(groups, generation)
         # Collective: where one rank has such groups, all take part.
-        if not any(gather_object([bool(groups_to_end)])):
+        any_rank_has_some = any(gather_object([bool(groups_to_end)]))
+        if not any_rank_has_some:
             return groups
         # None for each of these groups: their rollouts are sampled without a limit of tokens.
         limits: TokenLimits = dict.fromkeys(groups_to_end)

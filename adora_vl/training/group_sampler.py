@@ -390,7 +390,8 @@ class GroupTurns:
         if not self.group_sampler.sampler.reads_prompts or self.prompts is None:
             return None
         is_first_turn = not any(rollout.segments for rollout in rollouts.values())
-        if is_first_turn and len(rollouts) == len(self.unfinished):
+        has_all_rollouts = len(rollouts) == len(self.unfinished)
+        if is_first_turn and has_all_rollouts:
             return self.prompts
         row_by_key = {key: row for row, key in enumerate(self.unfinished)}
         rows = [row_by_key[key] for key in rollouts]

@@ -251,7 +251,8 @@ def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
 
 def _decode_image(encoded: torch.Tensor) -> Image.Image:
     """Return the picture whose bytes a checkpoint has as a tensor."""
-    image: Image.Image = as_image_with_digest(open_picture(io.BytesIO(encoded.numpy().tobytes())))
+    file = io.BytesIO(encoded.numpy().tobytes())
+    image: Image.Image = as_image_with_digest(open_picture(file))
     return image
 
 

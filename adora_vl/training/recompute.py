@@ -98,7 +98,7 @@ class RecomputedLayers:
         self._accelerator = context.accelerator
         self._log = context.log
         self._sharding = sharding
-        self._read_card = read_gpu_bytes
+        self._read_gpu_bytes = read_gpu_bytes
         self._layers = recomputable_layers(model)
         self._trained_parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
@@ -181,8 +181,8 @@ class RecomputedLayers:
 
     def _bytes_for_activations(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of the GPU that the activations of a pass may take."""
-        assert self._read_card is not None, "memory is predicted only for a GPU"
-        card = self._read_card()
+        assert self._read_gpu_bytes is not None, "memory is predicted only for a GPU"
+        card = self._read_gpu_bytes()
         return usable_bytes(card.total, card.free) - self._bytes_of_new_gradients(activation_memory)
 
     def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
@@ -234,10 +234,10 @@ class RecomputedLayers:
         """
         if self._activation_memory is None or not self._can_retry:
             return train_micro_batch()
-        assert self._read_card is not None
+        assert self._read_gpu_bytes is not None
         gradients_before = GradientSnapshots(
             self._trained_parameters,
-            max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_card().total),
+            max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_gpu_bytes().total),
         )
         restore_log = snapshot_log()
         try:

@@ -20,7 +20,7 @@ from adora_vl.advantage.groups import (
     rollouts_without_reward,
 )
 
-_ALONE_IN_GROUP = "no other rollout of its group has a reward"
+_ALONE_IN_GROUP_REASON = "no other rollout of its group has a reward"
 
 
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
@@ -236,7 +236,7 @@ class RolloutFacts:
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
-            _ALONE_IN_GROUP if has_left and reason is None else reason
+            _ALONE_IN_GROUP_REASON if has_left and reason is None else reason
             for reason, has_left in zip(self.missing_reward_reasons, has_left_N, strict=True)
         ]
 

@@ -726,7 +726,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     Servers have 0.3 seconds to answer here, and the second one is silent for longer.
     """
     short_timeouts = Timeouts(connect_s=5.0, answer_s=0.3)
-    monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short_timeouts)
+    monkeypatch.setattr("adora_vl.rollout.server_pool.SHORT_QUESTION_TIMEOUTS", short_timeouts)
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     reply_to_get = servers[1].get_reply
     may_answer = Event()
