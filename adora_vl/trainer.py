@@ -605,7 +605,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         alone, so that a resumed run draws the same ones.
 
         Args:
-            model: the policy, in whatever wrapper.
+            model: the policy, with or without a wrapper.
             inputs: the micro-batch. The columns that are added to it here are kept only where the
                 next iteration (`num_iterations`) needs them.
         """
@@ -824,10 +824,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         It has made its last step, or a callback such as early stopping ended it.
         """
-        start = self.run.output.start_point.checkpoint
-        if self.run.finished_checkpoint is not None or start is None:
+        if self.run.finished_checkpoint is not None:
             return self.run.finished_checkpoint
-        checkpoint = Path(start)
+        start_checkpoint = self.run.output.start_point.checkpoint
+        if start_checkpoint is None:
+            return None
+        checkpoint = Path(start_checkpoint)
         callbacks = self.callback_handler.callbacks
         restore_callback_states(callbacks, _read_state(checkpoint).stateful_callbacks)
         return checkpoint if was_ended_by_callback(checkpoint, callbacks) else None
@@ -1018,9 +1020,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Restore the states of callbacks from the checkpoint, whose state is `self.state` now.
 
         Stock TRL leaves this to Transformers, which does it only with
-        `restore_callback_states_from_checkpoint: true`. It builds the callbacks anew with the
-        arguments that the checkpoint has, and cannot save again if there is a callback with a state
-        that the checkpoint does not know. Ours restores the states in every run, since early
+        `restore_callback_states_from_checkpoint: true`. Transformers then builds the callbacks anew
+        with the arguments that the checkpoint has. If a callback with a state is not in the
+        checkpoint, it cannot save again. Ours restores the states in every run, since early
         stopping would count anew.
         """
         callbacks = self.callback_handler.callbacks

@@ -72,7 +72,7 @@ class PassInputs:
     that can be read without waiting for the GPU.
     """
 
-    model: "PreTrainedModel"  # the policy or the reference model, in whatever wrapper
+    model: "PreTrainedModel"  # the policy or the reference model, with or without a wrapper
     input_ids: Tensor  # (B, P + C), prompts padded on the left, completions on the right
     attention_mask: Tensor  # (B, P + C), 0 at padding
     completion_width: int  # C

@@ -65,7 +65,7 @@ def empty_mask(device: torch.device) -> Tensor:
 
 
 def install_packed_attention(model: "PreTrainedModel") -> None:
-    """Make `model`, in whatever wrapper, accept the argument `packed_layout` from now on.
+    """Make `model`, with or without a wrapper, accept the argument `packed_layout` from now on.
 
     A forward with it attends within groups, and its decoder returns the hidden states that predict
     a scored token alone. Every other forward is as before.

@@ -37,9 +37,9 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL makes two prompts of such a row. In the engine's prompt it closes the turn and begins
-    another one. In the policy's prompt, if the row has images, it leaves the turn open. The policy
-    would then learn from answers to another prompt.
+    TRL makes two different prompts of this row. In the engine's prompt it closes the turn and
+    begins another one. In the policy's prompt, if the row has images, it leaves the turn open. The
+    policy would then learn from answers to another prompt.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return

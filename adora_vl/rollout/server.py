@@ -44,7 +44,7 @@ class GroupRequest:
 class AdapterRequirements:
     """What a server must have been started with to sample with the policy's LoRA adapter."""
 
-    lora_settings: Mapping[str, Any]  # vLLM's LoRA settings; a number is the least that will do
+    lora_settings: Mapping[str, Any]  # vLLM's LoRA settings; of a number, the least that is enough
     base_model: str  # the model that the policy was loaded from
     is_in_four_bit: bool  # whether that model is quantised to 4 bits
 

@@ -88,7 +88,7 @@ class RecomputedLayers:
 
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
-            model: the policy, in whatever wrapper.
+            model: the policy, with or without a wrapper.
             shape: returns the sizes of the policy.
             sharding: how the run divides the weights among ranks.
             read_gpu_bytes: returns the memory of this process's GPU. None on a CPU, where `auto`

@@ -294,9 +294,9 @@ def measured_facts(unscored_groups: UnscoredGroups, rewards_BF: Tensor) -> Rollo
 def surprisal(batch: Batch) -> Tensor:
     """Return the mean surprisal of each of this rank's B rollouts in nats per token, (B,).
 
-    It is the mean of -log p over the C tokens, as far as the loss counts them, where p is the
-    probability that the engine gave to the token. For example, the log-probabilities -1 and -3 give
-    2. All are NaN if the batch lacks the engine's log-probabilities.
+    It is the mean of -log p over those of the C tokens that the loss counts. p is the probability
+    that the engine gave to the token. For example, the log-probabilities -1 and -3 give 2. All are
+    NaN if the batch lacks the engine's log-probabilities.
     """
     logps_BC = batch.get("sampling_per_token_logps")
     mask_BC = loss_mask(batch)
