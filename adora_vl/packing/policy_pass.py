@@ -80,14 +80,14 @@ def generation_logps(
     if pixels is not None:
         columns["pixel_values"] = pixels
     with torch.no_grad():
-        logps_BC, _, _ = model_pass(*_tokens(batch), batch_size=rows_per_pass, **columns)
+        logps_BC, _, _ = model_pass(*_token_arguments(batch), batch_size=rows_per_pass, **columns)
     return logps_BC
 
 
-def _tokens(batch: Batch) -> tuple[Tensor, Tensor, int]:
-    """Return the tokens of B rows, (B, P + C), their mask, and the width C of the completions.
+def _token_arguments(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """Return a pass's arguments for B rows: token ids (B, P + C), their mask, and C.
 
-    P is the width of the prompts.
+    P is the width of the prompts, C that of the completions.
     """
     return (
         torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -181,7 +181,7 @@ class PolicyPass:
 
         If they disagree on any rank, every rank goes on with padded rows.
         """
-        input_ids, attention_mask, completion_width = _tokens(batch)
+        input_ids, attention_mask, completion_width = _token_arguments(batch)
         inputs = self._with_micro_batch(
             PassInputs(
                 model=model,
@@ -237,9 +237,8 @@ class PolicyPass:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
         The arguments are those of TRL's method. `batch_columns` are the batch's columns of images
-        and tools, by their names. Tokens that the policy has not sampled (0 in
-        `tool_mask`) get a log-probability of 0: the loss does not read them, and comparisons of two
-        passes see no difference there.
+        and tools, by their names. Tokens that a tool wrote (0 in `tool_mask`) get a log-probability
+        of 0: the loss does not read them, and comparisons of two passes see no difference there.
 
         A pass without gradients is compared with an engine, an older policy or a reference. None of
         these has dropout, so it is switched off here; TRL leaves it on.

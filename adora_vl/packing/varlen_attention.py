@@ -112,8 +112,8 @@ def attend_spans(
     spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
         query=query[0].transpose(0, 1),  # (S, H, D)
-        # (K, Hk, D): the K keys of one span after the other. Those of the prompt are repeated for
-        # each span that sees them. So it is for the values.
+        # (K, Hk, D): the K keys, or values, of one span after the other. Those of the prompt are
+        # repeated for each span that sees them.
         key=_select_rows(key, layout.key_positions_K),
         value=_select_rows(value, layout.key_positions_K),
         cu_seq_q=spans.query_bounds,

@@ -126,8 +126,8 @@ def split_by_count(
     the place of a subgroup in the training order. For example, the positions 0 to 4 with
     `max_subgroups` 2 become [[0, 1], [2, 3], [4]].
 
-    If that is more than `max_micro_batches` micro-batches, each of these gets more subgroups
-    instead.
+    If these would be more than `max_micro_batches`, there are `max_micro_batches`, with more
+    subgroups each.
     """
     micro_batch_count = min(max_micro_batches, math.ceil(len(positions) / max_subgroups))
     return split_evenly(positions, micro_batch_count)
