@@ -59,7 +59,7 @@ def three_billion() -> ModelShape:
     return model_shape(config_for_planning(THREE_B_MODEL)[0], peft_config=adapters)
 
 
-def recompute_switch(
+def recomputed_layers_of(
     model: PreTrainedModel,
     *,
     card: Callable[[], GpuBytes] | None = None,
@@ -99,13 +99,13 @@ def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
     return lambda: model_shape(model.config, dtype="float32")
 
 
-def gradients_of(model: Any, number: int | str) -> list[Tensor]:
-    """Return the gradients of a pass with `adora_recompute: number`."""
+def gradients_of(model: Any, adora_recompute: int | str) -> list[Tensor]:
+    """Return the gradients of a pass with this value of the key."""
     model.zero_grad()
     torch.manual_seed(5)
     ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
-    switch = recompute_switch(model, adora_recompute=number)
-    with switch.switched(PASS_SIZE):
+    recomputed_layers = recomputed_layers_of(model, adora_recompute=adora_recompute)
+    with recomputed_layers.switched(PASS_SIZE):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
@@ -124,11 +124,11 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
             "adapters": get_peft_model(language_model(), adapters).to(dtype),
         }.items():
             model.train()
-            expected = gradients_of(model, "all")
+            expected = gradients_of(model, adora_recompute="all")
             assert any(gradient.abs().max() > 0 for gradient in expected)
             for number in (0, 1, 3, LAYERS, 99):
                 with subtests.test(f"{name} {dtype} {number}"):
-                    gradients = gradients_of(model, number)
+                    gradients = gradients_of(model, adora_recompute=number)
                     assert len(gradients) == len(expected)
                     assert all(map(torch.equal, gradients, expected))
 
@@ -140,7 +140,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
     blocks = list(model.model.visual.blocks)
     layers = recomputable_layers(model)
     assert layers == list(model.model.language_model.layers)
-    with recompute_switch(model, adora_recompute=1).switched(PASS_SIZE):
+    with recomputed_layers_of(model, adora_recompute=1).switched(PASS_SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
         assert all(block.gradient_checkpointing for block in blocks)
     assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
@@ -160,8 +160,8 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
         with subtests.test(name):
             log: dict[str, float] = {}
             model = language_model()
-            switch = recompute_switch(model, log=log, **keys)
-            with switch.switched(PASS_SIZE):
+            recomputed_layers = recomputed_layers_of(model, log=log, **keys)
+            with recomputed_layers.switched(PASS_SIZE):
                 assert all(layer.gradient_checkpointing for layer in recomputable_layers(model))
             assert log == {}
 
@@ -174,10 +174,10 @@ def test_a_run_without_gradient_checkpointing_gets_none():
     model = language_model()
     model.gradient_checkpointing_disable()
     context = step_context(gradient_checkpointing=False, adora_recompute=2)
-    switch = RecomputedLayers(
+    recomputed_layers = RecomputedLayers(
         context, model=model, shape=three_billion, sharding=Sharding(), read_gpu_bytes=None
     )
-    with switch.switched(PASS_SIZE):
+    with recomputed_layers.switched(PASS_SIZE):
         assert not any(layer.gradient_checkpointing for layer in recomputable_layers(model))
 
 
@@ -229,7 +229,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
         peak_bytes = activation_memory.peak_bytes(PASS_SIZE, count)
         return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
 
-    switch = recompute_switch(
+    recomputed_layers = recomputed_layers_of(
         model,
         shape=shape,
         card=lambda: GpuBytes(free_bytes, card_bytes),
@@ -238,18 +238,18 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     )
     for count in (0, 2, 3, LAYERS):
         free_bytes = 0 if count == LAYERS else bytes_for(count)
-        with switch.switched(PASS_SIZE):
+        with recomputed_layers.switched(PASS_SIZE):
             flags = [layer.gradient_checkpointing for layer in recomputable_layers(model)]
         assert flags.count(True) == count
-        assert switch.count == count
+        assert recomputed_layers.count == count
         assert log[RECOMPUTED_LAYERS_KEY] == count
     free_bytes = bytes_for(2)
-    with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
-        assert switch.count == 0, "fewer tokens keep less"
-    gradients_of(model, "all")
+    with recomputed_layers.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
+        assert recomputed_layers.count == 0, "fewer tokens keep less"
+    gradients_of(model, adora_recompute="all")
     free_bytes = bytes_for(2) - gradient_bytes
-    with switch.switched(PASS_SIZE):
-        assert switch.count == 2, "gradients that are there take no further memory"
+    with recomputed_layers.switched(PASS_SIZE):
+        assert recomputed_layers.count == 2, "gradients that are there take no further memory"
     assert capsys.readouterr().out.count("layers are recomputed") == 1
 
 
@@ -270,7 +270,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
     ranks = FakeAccelerator(num_processes=2, gather=gather)
     ample_bytes = 10**15  # with which this rank alone would recompute no layer
     for sharding in (Sharding(processes=2), Sharding(processes=2, zero_stage=3)):
-        switch = recompute_switch(
+        recomputed_layers = recomputed_layers_of(
             model,
             shape=shape_of(model),
             sharding=sharding,
@@ -278,34 +278,36 @@ def test_all_ranks_recompute_what_the_fullest_needs():
             card=lambda: GpuBytes(ample_bytes, ample_bytes),
             adora_recompute="auto",
         )
-        with switch.switched(PASS_SIZE):
-            assert switch.count == 3
+        with recomputed_layers.switched(PASS_SIZE):
+            assert recomputed_layers.count == 3
     assert own_counts == [0, 0]
 
 
 class OutOfMemory(nn.Module):
     """A policy whose backward pass runs out of memory, unless all layers are recomputed."""
 
-    def __init__(self, model: Any, switch: RecomputedLayers, metrics: dict[str, list[float]]):
+    def __init__(
+        self, model: Any, recomputed_layers: RecomputedLayers, metrics: dict[str, list[float]]
+    ):
         super().__init__()
         self.model = model
-        self.switch = switch
+        self.recomputed_layers = recomputed_layers
         self.metrics = metrics
-        self.means = MicroBatchMeans(training_config(), metrics)
+        self.metric_means = MicroBatchMeans(training_config(), metrics)
         self.passes = 0
         layer = recomputable_layers(model)[1]
         # The backward pass has added to the gradients of later layers before it gets here.
         layer.register_full_backward_pre_hook(self._fail)
 
     def _fail(self, *_: object) -> None:
-        if self.switch.count < LAYERS:
+        if self.recomputed_layers.count < LAYERS:
             raise torch.OutOfMemoryError("no memory")
 
     def train_micro_batch(self) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss."""
         self.passes += 1
         ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
-        with self.switch.switched(PASS_SIZE):
+        with self.recomputed_layers.switched(PASS_SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         self.metrics["loss"].append(loss.item())
         loss.backward()
@@ -319,14 +321,14 @@ def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     pass, so that they can be restored.
     """
     model = language_model()
-    switch = recompute_switch(
+    recomputed_layers = recomputed_layers_of(
         model,
         shape=shape_of(model),
         card=lambda: GpuBytes(10**15, total),
         adora_recompute="auto",
         **keys,
     )
-    return OutOfMemory(model, switch, defaultdict(list))
+    return OutOfMemory(model, recomputed_layers, defaultdict(list))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -337,14 +339,16 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
     first of the optimizer step. 3: the gradients of two others are there.
     """
     policy = policy_out_of_memory()
-    gradients = gradients_of(policy.model, "all")
+    gradients = gradients_of(policy.model, adora_recompute="all")
     policy.model.zero_grad()
     if micro_batches == 3:
         # Two micro-batches of the step were learned from before.
         for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
             parameter.grad = 2 * gradient
     policy.metrics["loss"].append(7.0)  # of a micro-batch before this one
-    policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
+    policy.recomputed_layers.run_with_retry(
+        policy.train_micro_batch, snapshot_log=policy.metric_means.snapshot
+    )
 
     assert policy.passes == 2
     assert len(policy.metrics["loss"]) == 2, "the loss of the pass that failed is taken back"
@@ -353,7 +357,9 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         expected = 2 * gradient + gradient if micro_batches == 3 else gradient
         assert torch.equal(parameter.grad, expected)
     policy.model.zero_grad()
-    policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
+    policy.recomputed_layers.run_with_retry(
+        policy.train_micro_batch, snapshot_log=policy.metric_means.snapshot
+    )
     assert policy.passes == 3, "from here on all layers are recomputed"
 
 
@@ -372,7 +378,9 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
         with subtests.test(name):
             policy = policy_out_of_memory(**keys)
             with pytest.raises(torch.OutOfMemoryError):
-                policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
+                policy.recomputed_layers.run_with_retry(
+                    policy.train_micro_batch, snapshot_log=policy.metric_means.snapshot
+                )
             assert policy.passes == 1
 
 
@@ -382,9 +390,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
     Without a copy, what the failed pass has added to them could not be taken back.
     """
     policy = policy_out_of_memory(total=2**20)
-    gradients_of(policy.model, "all")
+    gradients_of(policy.model, adora_recompute="all")
     with pytest.raises(torch.OutOfMemoryError):
-        policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
+        policy.recomputed_layers.run_with_retry(
+            policy.train_micro_batch, snapshot_log=policy.metric_means.snapshot
+        )
     assert policy.passes == 1
 
 
