@@ -101,9 +101,10 @@ def completion_position_ids(
 ) -> Tensor | None:
     """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
 
-    The result is None if no completion has an image. Each position is then the one before plus 1,
-    which the caller can count. After an image the next position is larger by the image's height or
-    width in tokens, whichever is more, so the model's own method is needed.
+    C is the width of the completions in tokens. The result is None if no completion has an image.
+    Each position is then the one before plus 1, which the caller can count. After an image the next
+    position is larger by the image's height or width in tokens, whichever is more, so the model's
+    own method is needed.
 
     Args:
         model: the policy or the reference model, without a wrapper.

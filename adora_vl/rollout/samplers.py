@@ -354,6 +354,7 @@ class AsyncServerSampler(VLLMSampler):
         while True:
             start_time = time.perf_counter()
             job, future = self._queue.get()
+            # While this thread waits for a job, so do the servers.
             self._seconds_waited_by["servers"] += time.perf_counter() - start_time
             try:
                 if first_error is not None:

@@ -194,7 +194,7 @@ class OldLogps:
         if self.uses_engine_logps or not is_before_update:
             return False
         # Without `skip_old_pass` stock TRL's pass over the generation gives them. But that pass has
-        # no dropout. If the policy has dropout, the ratio would not be 1, so they are not used.
+        # no dropout. If the training pass has dropout, their ratio is not 1, so its own are used.
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:
