@@ -133,8 +133,9 @@ class PolicyPass:
 
     A shared prompt is computed once for all completions of its group, in packed rows without
     padding. The first pass of a run compares packed with padded rows, and prompts are not shared if
-    these differ. All passes of the policy and of the reference model go through this object. A pass
-    has B rows, whose completions are padded to C tokens.
+    these differ: `packed_forward` computes packed rows, and has the reason if they may not be used.
+    All passes of the policy and of the reference model go through this object. A pass has B rows,
+    whose completions are padded to C tokens.
     """
 
     def __init__(

@@ -58,7 +58,8 @@ class GenerationSampler:
     the request of its rollouts until they are sampled. With `ahead: k` servers sample the next k
     generations while the policy learns from the present one. Most groups are drawn by the data
     loader. Further ones replace groups without signal, whose rewards are all equal: refill groups,
-    or spare groups if servers have to sample them ahead.
+    or spare groups if servers have to sample them ahead. `guard` ends the run for a row that cannot
+    be used, and if no server is left.
 
     The methods are collective: every rank calls each of them, in the same order.
     """

@@ -63,7 +63,8 @@ class OldLogps:
     gives the old log-probabilities. Micro-batches of later optimizer steps need a pass of their own
     before the weights change. Stock TRL makes this pass over the whole generation whenever vLLM
     samples. With `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and
-    there is no pass. A micro-batch has B rollouts of C tokens.
+    there is no pass. `corrects_engine` says whether the loss is corrected by the ratio of policy
+    to engine. A micro-batch has B rollouts of C tokens.
     """
 
     def __init__(self, context: StepContext, *, has_dropout: bool) -> None:
