@@ -345,9 +345,9 @@ def engine_comparison_mask(batch: Batch) -> Tensor:
     """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
     It is the mask of the loss, for B rollouts of C tokens, with 0 at the first `stale_tokens` of a
-    rollout. Earlier weights
-    have sampled these tokens, or the engine has seen other images than the policy. For example, the
-    mask (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3 stale tokens (0, 0, 0, 1).
+    rollout. Earlier weights have sampled these tokens, or the engine has seen other images than the
+    policy. For example, the mask (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3
+    stale tokens (0, 0, 0, 1).
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

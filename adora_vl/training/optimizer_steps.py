@@ -186,12 +186,12 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     gradient that stays the same over the steps would change nothing.
     """
 
-    def __init__(self, factor: Callable[[], float]) -> None:
+    def __init__(self, get_factor: Callable[[], float]) -> None:
         """Build the callback.
 
-        `factor` returns the factor of the coming step; 1 leaves the rates alone.
+        `get_factor` returns the factor of the coming step; 1 leaves the rates alone.
         """
-        self.factor = factor
+        self.get_factor = get_factor
         self._rates_before: list[float] = []
 
     def on_pre_optimizer_step(
@@ -203,7 +203,7 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Multiply the learning rates, and keep the old ones for `on_optimizer_step`."""
-        factor = self.factor()
+        factor = self.get_factor()
         self._rates_before = []
         if factor != 1.0:
             self._rates_before = [group["lr"] for group in optimizer.param_groups]

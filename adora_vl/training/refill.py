@@ -80,7 +80,9 @@ class Refill:
             refill_round = generation.for_refill_round(round_number)
             # More than are missing, since some of the further groups have no signal either.
             max_groups = count_groups_for_signal(
-                OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
+                groups_with_signal=OVERSAMPLING_FACTOR * missing_groups,
+                signal_shares=[signal_share],
+                max_groups=pool.max_groups,
             )
             # Complete groups that wait are used first. Every rank has at least this many.
             waiting_count = pool.state.min_complete_groups
