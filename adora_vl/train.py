@@ -130,7 +130,7 @@ def release_output_at_train_begin(trainer: AdoraGRPOTrainer, startup: StartupLog
             startup.release()
 
     trainer.callback_handler.callbacks.insert(0, ReleaseOutput())
-    # Otherwise every checkpoint would show one for its files, between the lines of the steps.
+    # Otherwise every checkpoint would show a bar for its files, between the lines of the steps.
     disable_progress_bar()
 
 

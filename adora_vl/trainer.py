@@ -932,14 +932,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         checkpoints.
         """
         trl_save_checkpoint = super()._save_checkpoint
-        state = self.parts.checkpoint_state
+        checkpoint_state = self.parts.checkpoint_state
         # A signal or an error stops the training only after its checkpoint is written.
-        ended = self.control.should_training_stop
-        # Transformers ends the training at the last step too, and a resumed run may have more
+        has_ended = self.control.should_training_stop
+        # At the last step it is Transformers that ends the training. A resumed run may have more
         # steps.
-        ended_by_callback = ended and self.state.global_step < self.state.max_steps
-        self.parts.epoch_end.note_save(self.state.global_step, ended=ended)
-        metadata = state.unfinished_generation.metadata_to_save(
+        ended_by_callback = has_ended and self.state.global_step < self.state.max_steps
+        self.parts.epoch_end.note_save(self.state.global_step, ended=has_ended)
+        metadata = checkpoint_state.unfinished_generation.metadata_to_save(
             self._first_micro_step, self._metadata()
         )
 
@@ -947,8 +947,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             """Write all files into the folder, and return what its manifest says of the run."""
             trl_save_checkpoint(model, trial)
             self._forget_best_checkpoint(folder)
-            saved_metadata = state.save(
-                folder, metadata, self._first_micro_step, self._buffered_inputs
+            saved_metadata = checkpoint_state.save(
+                folder,
+                metadata=metadata,
+                micro_step=self._first_micro_step,
+                micro_batches=self._buffered_inputs,
             )
             return {**saved_metadata, ENDED_KEY: ended_by_callback}
 

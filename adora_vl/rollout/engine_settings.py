@@ -62,8 +62,8 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
     """Return the settings of the engine for this config; `revision` is that of the model."""
-    # Weights travel to a server by NCCL, or through a folder: `file` for one inside of
-    # `output_dir`, or the path of another one.
+    # `adora_weight_transfer` is `nccl`, `file` for a folder inside of `output_dir`, or the path of
+    # another folder.
     weight_folder = None
     if args.vllm_mode == "server" and args.adora_weight_transfer == "file":
         weight_folder = str(Path(args.output_dir, ".weights"))

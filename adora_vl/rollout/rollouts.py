@@ -366,7 +366,7 @@ class SamplingRequest:
             parameters["seed"] = self.seed
         if self.max_tokens is not None:
             parameters["max_tokens"] = self.max_tokens
-            # vLLM refuses more of them than `max_tokens`, such as in the short answers by which
+            # vLLM refuses a `min_tokens` above `max_tokens`, such as in the short answers by which
             # engine and policy are compared before the first step.
             if "min_tokens" in parameters:
                 parameters["min_tokens"] = min(parameters["min_tokens"], self.max_tokens)
