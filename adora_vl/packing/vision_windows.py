@@ -125,7 +125,7 @@ def attend_windows(  # noqa: PLR0913  # the interface of Transformers
 
     Args:
         module: the attention module of a block.
-        query: (1, heads, S, head size).
+        query: (1, heads, S, head size), of S patches.
         key: (1, heads, S, head size).
         value: (1, heads, S, head size).
         attention_mask: None.
