@@ -283,18 +283,18 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
     """
     if not _lacks_layers(peft_config):
         return []
-    names = language_layer_names(config)
-    if not names:
+    layer_names = language_layer_names(config)
+    if not layer_names:
         raise UserError(
             "lora_target_modules: null, and this model has no linear layer in its language model; "
             "name layers"
         )
-    layers = layers_pattern(names)
-    peft_config.target_modules = layers
-    keys.lora_target_modules = layers  # PEFT takes a pattern too
+    pattern = layers_pattern(layer_names)
+    peft_config.target_modules = pattern
+    keys.lora_target_modules = pattern
     return [
         f"lora_target_modules: none named, so every linear layer of the language model: "
-        f"{', '.join(names)}; vision tower and projector are frozen"
+        f"{', '.join(layer_names)}; vision tower and projector are frozen"
     ]
 
 
