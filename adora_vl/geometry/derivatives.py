@@ -94,7 +94,7 @@ def _differentiate_quotient(
 
 
 def _differentiate_power(base: Differentiated, exponent: Differentiated) -> Differentiated:
-    """Return a power with its derivatives, as `Arithmetic` says: that of the base's absolute value.
+    """Return a power of the base's absolute value with its derivatives, as `Arithmetic` says.
 
     It has the base's sign where the exponent is odd. The derivative of x^y is y x^(y-1) x' plus
     x^y ln(x) y'. At base 0 the derivatives are taken as 0: the formula would divide by zero there.

@@ -65,10 +65,11 @@ class DrawnPoints:
         terms: Both, facts first.
         places: The place of each point as a complex number with y upwards.
         imagined_points: Points whose place is guessed from facts, not annotated.
-        copied_pair: Two similar shapes one of which was placed beside the other, or None.
+        copied_pair: Two similar shapes, if one of them was placed beside the other as its copy;
+            else None.
         neighbours: For each point the points that a drawn line joins it with.
         points_on_segment: The points between the ends of each segment, by these ends.
-        collinear_as_drawn: Points (B, A, C) of which the picture alone shows B between A and C.
+        collinear_as_drawn: Points (B, A, C). The picture shows B between A and C, and no fact does.
         corners_by_shape: The corners of the first shape of each kind that a fact names.
         centre_by_alias: The centre of the only circle, by other names that the question gives it:
             {"O": "A"} where the picture calls it A, and the question asks for circle O.

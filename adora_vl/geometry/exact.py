@@ -60,7 +60,7 @@ def round_as_in_school(value: float, digits: int) -> str:
 
 
 def _as_rational(value: float, tolerance: float) -> Fraction | None:
-    """Return the value as a fraction as people write them; None where it is none."""
+    """Return the value as a fraction as people write it; None where it is no such fraction."""
     rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
     return rational if rational and abs(float(rational) - value) <= tolerance else None
 

@@ -156,7 +156,7 @@ class _ExpressionReader:
                 return expression
 
     def _begins_factor(self, symbol: str) -> bool:
-        """Tell whether a factor without a sign before it may begin with this one."""
+        """Tell whether a factor without a sign before it may begin with `symbol`: the x of `2x`."""
         is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", symbol) is not None
         return symbol in _FIRST_TOKENS_OF_FACTOR or is_letter_or_number
 

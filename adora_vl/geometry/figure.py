@@ -134,9 +134,10 @@ def _distances_by_points(figure: Figure) -> dict[tuple[str, str], float]:
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """Return the turn that lays the figure as the picture lies, as a complex number of length 1.
 
-    It is the one for which the points are nearest to those of the picture. Let p and q be the
-    places of a point in both, from their middles. The argument of conj(p) q is the angle from p to
-    q, so the turn has the direction of the sum of conj(p) q over all points.
+    After that turn the points are nearest to the points of the picture. Let p be the place of a
+    point in the figure and q its place in the picture, each from the middle of all points. The
+    argument of conj(p) q is the angle from p to q, so the turn has the direction of the sum of
+    conj(p) q over all points.
     """
     names = [name for name in problem.places if name in places]
     if len(names) < 2:

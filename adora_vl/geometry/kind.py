@@ -21,7 +21,7 @@ from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, s
 
 FAULTS_OF_COLLAPSE = 10  # faults of a figure in which points fall together
 _MIN_SEGMENT_SHARE = 0.015  # share of the figure's size; a shorter segment has fallen together
-_MIN_BEND = 1e-3  # radians; a corner that bends less is none
+_MIN_BEND = 1e-3  # radians; a corner that bends less does not count as a corner
 _MAX_SEGMENTS_COMPARED = 30  # from this number of segments on their pairs are not compared
 _MIN_SINE_OF_CORNER = 0.2  # a drawn corner with a smaller sine is too flat to be compared
 
@@ -191,8 +191,8 @@ class KindOfFigure:
             turns.append(phase(sides[i] * sides[i - 1].conjugate()))
         always_left = min(turns) > _MIN_BEND
         always_right = max(turns) < -_MIN_BEND
-        # A pentagram also bends to one side alone, but goes round twice: its turns add up to two
-        # full turns, those of a convex polygon to one. The bound lies between them.
+        # A pentagram also bends to one side alone, but goes round twice. Its turns add up to two
+        # full turns, and the turns of a convex polygon to one. The bound lies between them.
         goes_round_once = abs(sum(turns)) < 1.5 * math.tau
         return (always_left or always_right) and goes_round_once
 
@@ -210,8 +210,8 @@ class KindOfFigure:
     def _are_apart(self, state: Vector, arcs: SeparateArcs) -> bool:
         """Tell whether two arcs have no part in common in the figure.
 
-        Each is the shorter way round between its ends, so none of them may hold an end of the
-        other.
+        Each arc is the shorter way round between its ends. They have a part in common if an end of
+        one lies on the other.
         """
         for arc, ends in ((arcs.first, arcs.second), (arcs.second, arcs.first)):
             to_start = self._vector(state, arcs.centre, arc[0])
@@ -250,7 +250,7 @@ class KindOfFigure:
     def _is_flat(self, places: Sequence[complex]) -> bool:
         """Tell whether all points of the figure lie on one line, which the picture's do not.
 
-        The picture's limit is ten times that of the figure: pixels are rounded, figures are not.
+        The limit for the picture is ten times the limit for the figure, since pixels are rounded.
         """
         if self.drawing.are_on_one_line(self.used_points):
             return False

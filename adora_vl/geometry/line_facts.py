@@ -31,8 +31,7 @@ _MAX_DIFFERENCE_OF_HALVES = 0.12  # share by which two halves may differ and sti
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on a line, as the fact `PointLiesOnLine(D, Line(A, B))` does.
 
-    The point is collinear with both ends. An end lies on its line anyway, so that nothing is said
-    of it.
+    The point is collinear with both ends. Nothing is said of a point that is an end itself.
     """
     point = measures.drawing.require_point(term.names[0])
     start, end = measures.drawing.ends_of_line(term.arguments[1])
@@ -208,7 +207,7 @@ def _midpoint_of_drawn_foot(
     """Say of the drawn point that looks like the midpoint of a side that it is the midpoint.
 
     The perpendicular bisector of the side is drawn through that point. The side goes from `start`
-    to `end`. `corners` are those of the triangle, none of which is such a point. Nothing is said
+    to `end`. `corners` are the corners of the triangle, which are passed over. Nothing is said
     where no point looks like the midpoint.
     """
     places = drawing.places

@@ -188,7 +188,7 @@ def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) ->
 
 
 def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None:
-    """Add that a line is the perpendicular bisector of a segment: AB is that of CD."""
+    """Add that the line AB is the perpendicular bisector of the segment CD."""
     line = draft.draw_line(a, b)
     draft.facts.append(make_term("IsPerpendicularBisectorOf", line, draft.draw_line(c, d)))
 

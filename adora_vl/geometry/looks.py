@@ -64,7 +64,7 @@ def _ends_of_tangents_seen(
     """Yield the far ends of lines that look like tangents at a point of a circle, each once.
 
     They may be `max_degrees` from perpendicular to the radius. A line with a second point of the
-    circle, or with its centre, is none.
+    circle, or with its centre, is no tangent.
     """
     places = drawing.places
     radius = places[point] - places[circle.centre]

@@ -384,7 +384,7 @@ class Measures:
 
         For a `Polygon` in a circle whose centre has a place, they are the points of the circle at
         which two or more drawn lines meet, in their order round the circle. For any other shape, or
-        where these are fewer than three, they are those of `corners_of_shape`.
+        where fewer than three such points are found, they are the result of `corners_of_shape`.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrap_shape(shape).head != "Polygon":

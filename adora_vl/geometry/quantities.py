@@ -86,9 +86,9 @@ class Area:
 class Arithmetic:
     """Arithmetic on quantities.
 
-    A power of a negative number is that of its absolute value, since a search for a figure may pass
-    through negative lengths on its way. Only an odd whole exponent keeps the sign
-    (`sign_of_power`).
+    A power is computed of the absolute value of its base, since a search for a figure may pass
+    through negative lengths on its way. Only an odd whole exponent keeps the sign of a negative
+    base (`sign_of_power`).
     """
 
     function: Function

@@ -98,7 +98,7 @@ _MAX_CLAUSES = 8  # facts of one sentence
 def read_sentence(draft: Draft, sentence: str) -> None:
     """Take a sentence into the draft: one fact, or several with "and" or "with" between them.
 
-    Raises `SentenceError` where a part is none of the grammar.
+    Raises `SentenceError` where the grammar does not have a part.
     """
     plain = plain_sentence(sentence)
     if not plain:
@@ -195,7 +195,7 @@ def _read_clause(draft: Draft, plain: str) -> None:
 
 
 def _describe_fault(plain: str) -> str:
-    """Say which word of a sentence is not known, or that the sentence as a whole is none."""
+    """Say which word of a sentence is not known, or that the sentence as a whole is not known."""
     for word in re.findall(r"[a-z]{2,}", plain):
         try:
             check_word(word, _KNOWN_WORDS)

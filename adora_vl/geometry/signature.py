@@ -29,8 +29,8 @@ def split_midpoints(relations: Iterable[Relation]) -> Iterator[Relation]:
     """Yield the relations, and replace each midpoint by two equal lengths.
 
     For example, that M is the midpoint of AB becomes `AM = AB / 2` and `BM = AB / 2`. The residual
-    of a `Mean` is a vector, which turns with the figure. So its gradient is not that of the claim
-    where the claim is false.
+    of a `Mean` is a vector, which turns with the figure. So the gradient of a false claim would
+    have a part that only comes from turning the figure.
     """
     for relation in relations:
         if not isinstance(relation, Mean) or len(relation.points) != 2:

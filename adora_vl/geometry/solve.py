@@ -40,7 +40,7 @@ _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count 
 _MAX_FREE_SHARE = 1e-4
 # How far from a figure the search for its neighbours begins, in shares of its size.
 _PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
-_MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
+_MIN_MEASURE = 1e-6  # share of the figure's size; a measure that is smaller counts as 0
 _ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
 _PUSHED_ANSWER_TOLERANCE = 1e-3  # the same after a push away from a double root and back
 
@@ -49,12 +49,12 @@ class Freedom(NamedTuple):
     """How far the relations of a figure leave its goal open.
 
     Some movements of the figure keep all relations. `share` is the part of the goal's gradient
-    along them, from 0 (the goal is determined) to 1. `movement` is the one of them that changes the
+    along them, from 0 (the goal is determined) to 1. Of these movements, `movement` changes the
     goal most.
 
-    All other movements change the relations. `flattest` is the one that changes them least, and
-    `min_slope` is how much it does. It is small at a double root, as of `x^2 - 6x + 9 = 0`, which
-    no computer finds to many digits.
+    All other movements change the relations. `flattest` changes them least, and `min_slope` is by
+    how much. It is small at a double root, such as x = 3 of `x^2 - 6x + 9 = 0`, which no computer
+    finds to many digits.
     """
 
     share: float
@@ -173,10 +173,10 @@ class FigureProblem:
         )
 
     def _faults(self, state: Vector, value: float) -> int:
-        """Count how much a figure differs in kind from the picture, and an impossible answer.
+        """Count how much a figure differs in kind from the picture, and what is impossible in it.
 
         `value` is the answer. A length, an angle or an area has to be positive. A letter or a
-        cosine may have any value. An angle that is said to be more than a full turn is none.
+        cosine may have any value. An angle of more than a full turn is impossible.
         """
         count = self.kind.faults(state)
         count += FAULTS_OF_COLLAPSE * self.system.impossible_angles(state)

@@ -180,8 +180,8 @@ class System(UnknownsLayout):
     def _find_stated_angles(self) -> list[tuple[int, int]]:
         """Return the row of each linear equation of one angle and letters, and the angle's column.
 
-        `14y - 8` for an angle is one. An equation of several angles is none: their sum may have
-        whole turns.
+        `angle ABC = 14y - 8` is such an equation. An equation of several angles is not, since their
+        sum may have whole turns.
         """
         atoms = list(self.atoms.row_by_atom)
         stated_angles: list[tuple[int, int]] = []
@@ -256,7 +256,7 @@ class System(UnknownsLayout):
             return _Residuals(values=values, slopes=None)
         rows = np.zeros((len(a), self.count))
         # By the chain rule: the derivative of the residual by the angle (cosine for sine, -sine for
-        # cosine), times that of the angle by the two directions, which `angle_slopes` computes.
+        # cosine), times the derivatives of the angle by u and w, which `angle_slopes` computes.
         by_angle = np.where(self._is_perpendicular, -sine, cosine)
         slope_u, slope_w = angle_slopes(u, w, by_angle)
         add_point_slopes(rows, b, slope_u)
@@ -300,8 +300,8 @@ class System(UnknownsLayout):
     def _linear_equations(self, values: Vector, gradient: Vector | None) -> _Residuals:
         """Return the residuals of all linear equations at once.
 
-        `values` are those of all atoms, shape (atoms,), and `gradient` their derivatives, shape
-        (atoms, unknowns), or None where none are asked for.
+        `values` has the value of each atom, shape (atoms,). `gradient` has their derivatives, shape
+        (atoms, unknowns); None where they are not needed.
         """
         difference = self._linear_factors @ values + self._linear_constants
         # A sweep of 359 degrees and one of 1 differ by 2, not by 358.
@@ -336,8 +336,8 @@ class System(UnknownsLayout):
     ) -> _Residuals:
         """Return the residual of one equation that is not linear.
 
-        `values` are those of all atoms, shape (atoms,), and `gradient` their derivatives, shape
-        (atoms, unknowns), or None where none are asked for.
+        `values` has the value of each atom, shape (atoms,). `gradient` has their derivatives, shape
+        (atoms, unknowns); None where they are not needed.
         """
         left_side = self.evaluate(equation.left, values, gradient)
         right_side = self.evaluate(equation.right, values, gradient)

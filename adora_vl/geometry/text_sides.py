@@ -73,7 +73,7 @@ def read_side(draft: Draft, text: str) -> Term:
 
 
 def check_word(word: str, words: Sequence[str] = WORDS) -> None:
-    """Raise `SentenceError` for a word that is none of these, with the nearest of them."""
+    """Raise `SentenceError` for a word that is not in `words`, with the nearest of them."""
     if word not in words:
         raise SentenceError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
 

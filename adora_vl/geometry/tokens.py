@@ -167,8 +167,8 @@ class _Splitter:
     def _take(self, kind: str, spelling: str, match: re.Match[str]) -> None:
         """Add what one pattern stands for: no token, one, or several.
 
-        `kind` and `spelling` are those of the table's row, with the text itself where the row has
-        no spelling of its own.
+        `kind` and `spelling` stand in the pattern's row of the table. Where the row has no
+        spelling, `spelling` is the text itself.
         """
         start = match.start()
         end = match.end()

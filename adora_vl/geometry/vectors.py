@@ -30,7 +30,7 @@ def cosine(u: complex, w: complex) -> float:
 
 
 def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
-    """Tell whether the segment of the first two ends crosses that of the others.
+    """Tell whether the segment between the first two ends crosses the one between the others.
 
     Two points lie on different sides of a line if their cross products with it have opposite signs,
     and so a negative product. Each segment has to have the ends of the other on different sides.

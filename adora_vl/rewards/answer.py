@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def plain_number(self) -> NumberWithError | None:
-        """The number of an answer that is a number, else None; a percentage is none."""
+        """The number of an answer that is a number, else None, also for a percentage."""
         return self.number if self.type == "number" else None
 
     @property
@@ -151,7 +151,7 @@ MAX_RATIO_TERMS = 6
 
 
 def parse_value(raw: str) -> Answer:
-    """Parse an answer as a single value; the type is `unreadable` where it is none.
+    """Parse an answer as a single value; the type is `unreadable` where it is no such value.
 
     It never raises, and costs about a millisecond at most.
     """
@@ -222,7 +222,7 @@ def _is_readable_text(text: str) -> bool:
 
 
 def _parse_percentage(text: str, raw: str) -> Answer | None:
-    """Return the percentage in a text, None if the text is none."""
+    """Return the percentage in a text such as `5%`; None for any other text."""
     percentage = _PERCENTAGE_PATTERN.fullmatch(text)
     quantity = parse_value(percentage[1]) if percentage else None
     if quantity is None or not quantity.tree:  # neither a number nor an expression

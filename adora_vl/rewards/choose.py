@@ -126,7 +126,7 @@ def _parameters_for_options(function: Callable[..., Any]) -> list[inspect.Parame
 def _probable_misspellings(
     options: Mapping[str, Any], parameters: Sequence[inspect.Parameter]
 ) -> list[str]:
-    """Return the options whose names are nearly that of a parameter, such as `targat` for `target`.
+    """Return the options that look like misspelt parameters, such as `targat` for `target`.
 
     Only a parameter with a default that no option sets counts, since a parameter without a default
     may be a column of the data.

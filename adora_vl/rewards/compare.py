@@ -285,7 +285,7 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
 def _adapt_function_name(answer: Answer, opposite: Answer) -> Answer:
     """Adapt the name of one side, if one side defines `y` and the other a function `f(x)`.
 
-    The name is that of a value: `y` in `y = 2x + 1`. Two cases make the sides comparable:
+    `y = 2x + 1` defines the value named `y`. Two cases make the sides comparable:
 
     - `f(x) = 2x + 1` opposite to `y = ...` becomes the value `2x + 1` without a name.
     - `y = 2x + 1` opposite to `f(x) = ...` becomes the value `2x + 1` with the name `f(x)`.

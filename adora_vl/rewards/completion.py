@@ -30,8 +30,7 @@ Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 class _Box(NamedTuple):
     r"""A complete box, as positions in the response.
 
-    They are those of the `\` of its command, and of the start and the end of its content: 3, 10 and
-    11 in `so \boxed{5}`.
+    For example, `so \boxed{5}` has the start 3, the content start 10 and the end 11.
     """
 
     start: int

@@ -28,7 +28,7 @@ class NamedReward(NamedTuple):
 
 
 def canonical_reward_name(name: str) -> str:
-    """Return the canonical name of a reward, of which `name` may be another name."""
+    """Return the canonical name of a reward: `boxed_accuracy` for its other name `adora`."""
     return _CANONICAL_NAME_BY_OTHER_NAME.get(name, name)
 
 
@@ -60,7 +60,7 @@ def with_canonical_names(entries: Sequence[RewardEntry]) -> list[str | dict[str,
 
 
 def normalize_reward_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
-    """Return entries of `adora_reward` such that those of equal runs are equal.
+    """Return entries of `adora_reward` in a form that is equal for equal runs.
 
     Rewards have their canonical names. A judge lacks the options that say where it is: the same
     model on another port or node is the same judge, so a run may go on with it.

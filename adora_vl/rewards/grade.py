@@ -74,9 +74,9 @@ class Grade:
     `extracted` is the content of the last complete box, or with `answer_tags` of an `<answer>`
     block, cut to 200 characters. It is None if there is neither, or if it is empty. `reason` is a
     short stable name of the rule that decided, such as `same_number`, `enumeration` or `no_box`.
-    `pairs` has the parts of an answer beside those of a reference answer of several values, up to
-    the first wrong one. `ms` are the milliseconds that grading took. Neither counts when two grades
-    are compared.
+    `pairs` has each part of an answer of several values with its part of the reference answer, up
+    to the first wrong one. `ms` are the milliseconds that grading took. Neither counts when two
+    grades are compared.
     """
 
     verdict: Verdict

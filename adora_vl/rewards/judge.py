@@ -71,7 +71,7 @@ class JudgeReward:
         """Prepare the calls; none is made.
 
         `folder`: the folder of the cache, unless its option is an absolute path. Raises `UserError`
-        for an address that is none.
+        where `base_url` is no address.
         """
         self._endpoint = Endpoint(
             url=check_url("adora_reward.judge.base_url", options.base_url),

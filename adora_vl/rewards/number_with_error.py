@@ -295,7 +295,7 @@ def principal_root(radicand: NumberWithError, degree: int) -> NumberWithError:
     """Return the principal root of a value.
 
     It is exact if the radicand is a perfect power: the square root of 4/9 is the fraction 2/3, and
-    that of 2 is a number of mpmath.
+    the square root of 2 is a number of mpmath.
     """
     value = radicand.value
     if radicand.is_exact and value >= 0:

@@ -187,7 +187,7 @@ def _is_long_decimal(node: ExpressionTree) -> bool:
     """Return whether a node is a decimal that may stand for a value with more digits.
 
     It has at least six significant digits (`MIN_DIGITS_OF_LONG_DECIMAL`), and its decimal places
-    are not all 0. So `3.14159` is one, while `3.1416`, `1000.00` and `0.000123` are none.
+    are not all 0. So `3.14159` is a long decimal; `3.1416`, `1000.00` and `0.000123` are not.
     """
     if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         return False
@@ -282,7 +282,7 @@ def same_function(answer: ExpressionTree, reference: ExpressionTree) -> Comparis
 
     - `undecided`: both have a value, but the errors are too large to compare them.
     - `different`: both have values that differ, or one has a value where the other is undefined.
-    - `too_large`: one has a value where that of the other is too large to compute.
+    - `too_large`: one has a value, and the value of the other is too large to compute.
 
     If no point decides, the result is `equal` if both have a value at one point at least. Else it
     is `too_large` or `undefined`, the reason why they have none. For example, `2(x+1)` and `2x+2`

@@ -241,7 +241,7 @@ def _solve_condition(sign: str, tree: ExpressionTree) -> SingleCondition | None:
     if zero_and_slope_sign is None:
         return None
     zero, slope_sign = zero_and_slope_sign
-    # A negative slope, as that of `2 - x`, reverses the sign.
+    # A negative slope, as `2 - x` has it, reverses the sign.
     sign_of_unknown = sign if slope_sign > 0 else REVERSED_SIGN[sign]
     return SingleCondition(sign=sign_of_unknown, number=zero)
 

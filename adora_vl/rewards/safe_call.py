@@ -48,7 +48,7 @@ class RewardFailure(NamedTuple):
 class RewardValueError(Exception):
     """The value that a function returned is not one reward per completion.
 
-    `completion_index` is that of the completion with the wrong reward, None if it is unknown.
+    `completion_index` says which completion has the wrong reward; None if that is unknown.
     """
 
     def __init__(self, message: str, completion_index: int | None = None) -> None:
@@ -320,8 +320,7 @@ class _SafeFunction:
     ) -> list[float | None]:
         """Add a failure to the list, and return a reward of 0 for each completion.
 
-        `completion_index`: that of the completion that also fails when it is alone, None if
-        unknown.
+        `completion_index`: which completion also fails when it is alone; None if unknown.
         """
         failure = _describe_failure(
             self.function,
@@ -405,7 +404,7 @@ def _describe_failure(
         name: its name in messages.
         error: what the call raised.
         arguments: the keyword arguments of the call.
-        completion_index: that of the completion that also fails when it is alone, None if unknown.
+        completion_index: which completion also fails when it is alone; None if unknown.
         timeout: the limit of the call in seconds, for an overdue one.
     """
     if isinstance(error, UserError):

@@ -232,7 +232,7 @@ def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int)
         depth: how many lists, sets and tuples stand around the text.
 
     Raises `ParseError` for a piece that cannot be read, for a mixture of `and` and `or` between
-    inequalities, and for values of which only some have names, or of which two have the same name.
+    inequalities, and where only some values have names, or two values have the same name.
     """
     parts: list[Answer] = []
     for piece in pieces:

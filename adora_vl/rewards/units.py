@@ -115,7 +115,7 @@ def parse_unit(text: str) -> Unit:
     factor: Fraction | None = Fraction(1)
     dimensions = []
     numerator_and_denominator = re.split(r" ?(?:/|\bper ) ?", text)
-    # The exponent of the numerator counts as positive, that of the denominator as negative. Most
+    # The exponent of the numerator counts as positive, the one of the denominator as negative. Most
     # units have no denominator, so the two sequences may differ in length.
     for sign, unit_text in zip((1, -1), numerator_and_denominator, strict=False):
         exponent = _exponent_of_unit(unit_text)
