@@ -146,7 +146,7 @@ class AngleChase:
         It is the difference of two directions, correct up to full turns. The second value is its
         size in the picture, in degrees from -180 to 180.
         """
-        turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
+        turn = self._direction(corner, last).minus(self._direction(corner, first))
         start = math.degrees(phase(self.places[first] - self.places[corner]))
         end = math.degrees(phase(self.places[last] - self.places[corner]))
         drawn_degrees = (end - start + 180) % 360 - 180
@@ -197,11 +197,11 @@ class AngleChase:
         with suppress(NotLinearError):
             if isinstance(relation, Equal):
                 left_side = self._as_sum(relation.left)
-                self.equations.append(left_side.plus(self._as_sum(relation.right), -1.0))
+                self.equations.append(left_side.minus(self._as_sum(relation.right)))
             elif isinstance(relation, Parallel | Perpendicular):
                 second_direction = self._direction(relation.c, relation.d)
                 first_direction = self._direction(relation.a, relation.b)
-                difference = second_direction.plus(first_direction, -1.0)
+                difference = second_direction.minus(first_direction)
                 drawn_degrees = self._value_in_picture(difference)
                 degrees_apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 # The relation holds up to half turns. The picture says how many there are.
@@ -227,7 +227,7 @@ class AngleChase:
         with suppress(NotLinearError):
             angle_at_b = self._angle_as_sum(Angle(first=apex, corner=b, last=c))
             angle_at_c = self._angle_as_sum(Angle(first=apex, corner=c, last=b))
-            self.equations.append(angle_at_b.plus(angle_at_c, -1.0))
+            self.equations.append(angle_at_b.minus(angle_at_c))
 
 
 def _line_name_by_points(lines: list[list[str]]) -> dict[frozenset[str], str]:

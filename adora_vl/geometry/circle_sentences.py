@@ -29,7 +29,7 @@ def in_order_on_circle(draft: Draft, points: str, centre: str | None) -> None:
     names = split_point_names(points)
     if len(names) > 2:
         draft.draw_polygon(polygon_kind(points).capitalize(), names)
-        draft.facts.append(draft.last_polygon(None))
+        draft.facts.append(draft.last_polygon())
     on_circle(draft, points, centre)
 
 

@@ -24,6 +24,7 @@ _STARTS_WITHOUT_FACT = 4
 _STARTS_WITH_NAMED_FACTS = 24
 _EVALUATIONS_WITH_NAMED_FACTS = 4000
 _MAX_FACTS_NAMED = 6  # facts that a person still reads
+_ANSWER_TOLERANCE = 1e-4  # share by which the answers of figures without a fact may differ
 # A fact counts as missed if its residual is more than this share of the largest one.
 _MIN_RESIDUAL_SHARE = 1e-3
 
@@ -89,7 +90,8 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
             first_value = answered[0].outcome.value
             assert first_value is not None
             all_agree = all(
-                answers_agree(first_value, repair.outcome.value or 0.0, 1e-4) for repair in answered
+                answers_agree(first_value, repair.outcome.value or 0.0, _ANSWER_TOLERANCE)
+                for repair in answered
             )
             if all_agree:
                 chosen_repair = answered[0]

@@ -89,7 +89,7 @@ class Draft:
         self.facts.append(shape)
         return shape
 
-    def last_polygon(self, kind: str | None) -> Term:
+    def last_polygon(self, kind: str | None = None) -> Term:
         """Return the polygon that was named last, of a kind such as "triangle" if one is given.
 
         Raises `SentenceError` where no sentence has named such a polygon.
@@ -127,7 +127,7 @@ class Draft:
         self.circles.setdefault(centre, [])
         return make_term("Circle", centre)
 
-    def put_on_circle(self, point: str, centre: str | None) -> None:
+    def put_on_circle(self, point: str, centre: str | None = None) -> None:
         """Add that a point lies on a circle, once. Without a centre it is the only circle."""
         name = self.name_circle(centre).names[0]
         if point not in self.circles[name]:
@@ -142,8 +142,8 @@ class Draft:
         """
         lie_on_circle = any({start, end} <= set(points) for points in self.circles.values())
         if not lie_on_circle and len(self.circles) == 1:
-            self.put_on_circle(start, None)
-            self.put_on_circle(end, None)
+            self.put_on_circle(start)
+            self.put_on_circle(end)
 
     def put_on_line(self, point: str, start: str, end: str) -> None:
         """Add the fact that a point lies on a segment between its ends.

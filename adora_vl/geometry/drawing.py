@@ -60,7 +60,7 @@ class Drawing(Likeness):
         for named_corners in self.corners_by_shape.values():
             if len(named_corners) == corner_count:
                 return list(named_corners)
-        return self._require_shape(None, term)
+        return self._require_shape(corners=None, term=term)
 
     def _require_shape(self, corners: list[str] | None, term: Term) -> list[str]:
         """Return the corners of a shape themselves. Raises `UnreadError` where there are none."""

@@ -39,7 +39,7 @@ def short_form(
                 return f"{round(value, digits):.{digits}f}"
     rational = _as_rational(value, tolerance)
     if rational is not None:
-        return _write_fraction(rational, "")
+        return _write_fraction(rational)
     root = _write_root(value, tolerance)
     if root is not None:
         return root
@@ -102,8 +102,8 @@ def _root_of_largest_square_divisor(number: int) -> int:
     return largest
 
 
-def _write_fraction(factor: Fraction, symbol: str) -> str:
-    """Return a fraction times a `symbol`: a root, pi, or an empty text for the fraction alone."""
+def _write_fraction(factor: Fraction, symbol: str = "") -> str:
+    """Return a fraction times a `symbol`, such as a root or pi; without one the fraction alone."""
     numerator = str(factor.numerator) if factor.numerator != 1 or not symbol else ""
     top = f"{numerator}{symbol}"
     return top if factor.denominator == 1 else rf"\frac{{{top}}}{{{factor.denominator}}}"

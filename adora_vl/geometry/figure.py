@@ -222,7 +222,7 @@ def state_of_figure(figure: Figure, problem: FigureProblem) -> Vector:
     (unknowns,).
     """
     system = problem.system
-    state = problem.starts.near_picture(0)
+    state = problem.starts.near_picture(start_number=0)
     for name, (x, y) in figure.coordinates.items():
         point_index = system.index_by_point.get(name)
         if point_index is not None:

@@ -20,7 +20,7 @@ def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> No
 
 def parallel_bases(draft: Draft, a: str, b: str, c: str, d: str) -> None:
     """Add that two sides are the bases of a trapezoid, which are parallel: "bases AB and CD"."""
-    two_lines(draft, a, b, "parallel", c, d)
+    two_lines(draft, a, b, relation="parallel", c=c, d=d)
 
 
 def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> None:
@@ -103,7 +103,7 @@ def cut_two_lines(
     if relation is not None:
         a, b = split_point_names(first)
         c, d = split_point_names(second)
-        two_lines(draft, a, b, "parallel", c, d)
+        two_lines(draft, a, b, relation="parallel", c=c, d=d)
     meets_two_lines(draft, line, first, near, second, far)
 
 
@@ -117,7 +117,7 @@ def diagonals_meet(
     """
     if corner_names is not None:
         draft.add_shape(kind or polygon_kind(corner_names), corner_names)
-    corners = draft.last_polygon(None).names
+    corners = draft.last_polygon().names
     if len(corners) != 4:
         raise SentenceError("it does not say which diagonals are meant; name them")
     meet(draft, corners[0], corners[2], corners[1], corners[3], point)

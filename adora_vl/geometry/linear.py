@@ -27,10 +27,14 @@ class LinearSum(Generic[Part]):
             factors[part] = factors.get(part, 0.0) + factor * part_factor
         return LinearSum(constant=self.constant + factor * addend.constant, factors=factors)
 
+    def minus(self, subtrahend: LinearSum[Part]) -> LinearSum[Part]:
+        """Return this sum without another one."""
+        return self.plus(subtrahend, factor=-1.0)
+
     def times(self, factor: float) -> LinearSum[Part]:
         """Return a multiple of this sum."""
         zero: LinearSum[Part] = LinearSum()
-        return zero.plus(self, factor)
+        return zero.plus(self, factor=factor)
 
 
 class NotLinearError(ValueError):
@@ -40,9 +44,9 @@ class NotLinearError(ValueError):
 def linear_sum(
     quantity: Quantity, sum_of_atom: Callable[[Quantity], LinearSum[Part]]
 ) -> LinearSum[Part]:
-    """Write a quantity as a sum, where `sum_of_atom` writes the atoms that it is arithmetic on.
+    """Write a quantity as a sum: `2 AB + 3` is the constant 3 and the factor 2 for AB.
 
-    Raises `NotLinearError` for other arithmetic, such as a product of two atoms.
+    `sum_of_atom` writes one atom, such as AB, as a sum. Raises `NotLinearError` for other arithmetic, such as a product of two atoms.
     """
     constant = constant_of(quantity)
     if constant is not None:
@@ -58,7 +62,7 @@ def linear_sum(
             total = total.plus(part)
         return total
     if quantity.function == "-":
-        return parts[0].plus(parts[1], -1.0)
+        return parts[0].minus(parts[1])
     constants = [part.constant for part in parts if not part.factors]
     variable_parts = [part for part in parts if part.factors]
     if quantity.function == "*" and len(variable_parts) == 1:

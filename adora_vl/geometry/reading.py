@@ -113,7 +113,7 @@ def read_facts(
     measures = Measures(drawing)
     reading = Reading(drawing=drawing, measures=measures)
     for middle, first, last in drawing.collinear_as_drawn:
-        reading.add_relation(collinear(middle, first, last), None)
+        reading.add_relation(collinear(middle, first, last), fact_number=None)
     skipped = set(left_out)
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
@@ -126,7 +126,7 @@ def read_facts(
     _read_goal(reading)
     if looks != "nothing":
         for relation, words in relations_seen(measures, everything=looks == "everything"):
-            reading.add_relation(relation, None)
+            reading.add_relation(relation, fact_number=None)
             reading.assumed.append(words)
     return reading
 
@@ -175,7 +175,7 @@ def _add_touching(reading: Reading) -> None:
             lean = abs(cosine(places[touching_point] - centre, places[end] - places[start]))
             if lean < math.sin(math.radians(MAX_DEGREES_OF_STATED_TANGENT)):
                 relation = Perpendicular(a=circle.centre, b=touching_point, c=start, d=end)
-                reading.add_relation(relation, None)
+                reading.add_relation(relation, fact_number=None)
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, fact_number: int) -> None:

@@ -497,7 +497,7 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
 def _other_way_round(quantity: Quantity, size: Quantity) -> Quantity:
     """Return 360 degrees minus an angle if `size` is between 180 and 360; else `quantity`."""
-    value = number_of_quantity(size) if not isinstance(size, Arithmetic) else None
-    if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
+    is_longer_way = isinstance(size, Constant) and 180 < size.value < 360
+    if isinstance(quantity, Angle) and is_longer_way:
         return minus(Constant(360.0), quantity)
     return quantity

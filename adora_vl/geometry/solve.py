@@ -305,9 +305,8 @@ class FigureProblem:
             pushed = solution.state + push * freedom.movement / length
             state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
             goal = self.system.goal_at(state)
-            if residual > MAX_RESIDUAL or not answers_agree(
-                goal.value, solution.value, _PUSHED_ANSWER_TOLERANCE
-            ):
+            has_moved = not answers_agree(goal.value, solution.value, _PUSHED_ANSWER_TOLERANCE)
+            if residual > MAX_RESIDUAL or has_moved:
                 return False
         return True
 

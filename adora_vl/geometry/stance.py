@@ -106,7 +106,8 @@ _CLAUSE_ENDS = {
 }
 _SUPPOSITION_ENDS = {"but", "however", "actually", "instead"}
 _FACT_WORDS = {"fact", "information", "given", "know", "known", "property"}
-_WORDS_BEFORE_DONE_AIM = {"we", "i", "can", "you", "and"}
+# Behind one of these an aim is reached: "we find AB = 5".
+_WORDS_BEFORE_RESULT = {"we", "i", "can", "you", "and"}
 
 
 def mark_asserted_tokens(tokens: Sequence[ResponseToken]) -> list[bool]:
@@ -151,71 +152,71 @@ class _Sentence:
         if self.words and self.words[-1] == "?":
             # "What if AB = 5? Then" supposes as well.
             self.then_supposes = any(
-                self._begins_supposition(number) for number in range(len(self.words))
+                self._begins_supposition(position) for position in range(len(self.words))
             )
             return [False] * len(self.words)
         asserted: list[bool] = []
         clause_start = 0
         is_blocked = False
-        for number, word in enumerate(self.words):
+        for position, word in enumerate(self.words):
             if word in _CLAUSE_ENDS:
                 is_blocked = False
-                clause_start = number
-            if word == ":" and self._announces_check(number):
+                clause_start = position
+            if word == ":" and self._announces_check(position):
                 self.is_supposed = False
                 self.then_supposes = False
             if word in _SUPPOSITION_ENDS:
                 self.is_supposed = False
                 self.then_supposes = False
-            if word == "that" and number and self.words[number - 1] in _FACT_WORDS:
+            if word == "that" and position and self.words[position - 1] in _FACT_WORDS:
                 is_blocked = False  # "we need to use the fact that"
-            if self._begins_supposition(number):
+            if self._begins_supposition(position):
                 self.is_supposed = True
                 self.then_supposes = self.then_supposes or word not in _DEFINING_WORDS
-            if word in _HEDGING_WORDS or word in _DENYING_WORDS or self._states_aim(number):
+            if word in _HEDGING_WORDS or word in _DENYING_WORDS or self._states_aim(position):
                 is_blocked = True
-            if self._refutes_clause(number):
+            if self._refutes_clause(position):
                 asserted[clause_start:] = [False] * (len(asserted) - clause_start)
                 is_blocked = True
             asserted.append(not is_blocked and not self.is_supposed)
         return asserted
 
-    def _announces_check(self, number: int) -> bool:
+    def _announces_check(self, position: int) -> bool:
         """Tell whether a colon stands behind words alone that announce a check: "let's verify:"."""
-        earlier_words = set(self.words[:number])
-        has_value = any(token.kind != "word" for token in self.tokens[:number])
+        earlier_words = set(self.words[:position])
+        has_value = any(token.kind != "word" for token in self.tokens[:position])
         supposes_more = bool(earlier_words & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
         return bool(_CHECKING_WORDS & earlier_words) and not has_value and not supposes_more
 
-    def _begins_supposition(self, number: int) -> bool:
+    def _begins_supposition(self, position: int) -> bool:
         """Tell whether the word at a position begins a supposition, as "if" and "Option B" do."""
-        word = self.words[number]
-        if number == 0 and word in _CHOICE_WORDS:
+        word = self.words[position]
+        if position == 0 and word in _CHOICE_WORDS:
             return True  # "Option B: AB = 5"
-        if word not in _SUPPOSING_WORDS or self.tokens[number].kind != "word":
+        if word not in _SUPPOSING_WORDS or self.tokens[position].kind != "word":
             return False
         # "as if", "we can say that" and "check that" suppose nothing.
-        next_word = self.words[number + 1] if number + 1 < len(self.words) else ""
+        next_word = self.words[position + 1] if position + 1 < len(self.words) else ""
         return not (word in ("say", "verify", "check") and next_word == "that")
 
-    def _states_aim(self, number: int) -> bool:
-        """Tell whether the word at a position says what is to be found, and not what is.
+    def _states_aim(self, position: int) -> bool:
+        """Tell whether the word at a position says what is to be found: "find AB".
 
-        "We find that" says what is.
+        "We find AB = 5" and "find that" say what was found.
         """
-        word = self.words[number]
+        word = self.words[position]
         if word in _WISH_WORDS:
             return True
         if word not in _AIM_VERBS:
             return False
-        previous_word = self.words[number - 1] if number else ""
-        next_word = self.words[number + 1] if number + 1 < len(self.words) else ""
-        return previous_word not in _WORDS_BEFORE_DONE_AIM and next_word != "that"
+        previous_word = self.words[position - 1] if position else ""
+        next_word = self.words[position + 1] if position + 1 < len(self.words) else ""
+        return previous_word not in _WORDS_BEFORE_RESULT and next_word != "that"
 
-    def _refutes_clause(self, number: int) -> bool:
+    def _refutes_clause(self, position: int) -> bool:
         """Tell whether the word at a position says of what stands before it that it is not so."""
-        word = self.words[number]
-        previous_word = self.words[number - 1] if number else ""
+        word = self.words[position]
+        previous_word = self.words[position - 1] if position else ""
         if word in _REFUTING_WORDS:
             return True
         return previous_word in _DENYING_WORDS and word in _REFUTING_WORDS_AFTER_NOT

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, make_term
 from adora_vl.geometry.logic_form import LogicForm
 from adora_vl.geometry.sentences import COORDINATE_PATTERN, SEGMENT_PATTERN, read_sentence
+from adora_vl.geometry.shape_sentences import equal_legs
 from adora_vl.utils.errors import UserError
 
 MAX_TEXT = 20_000  # characters
@@ -82,9 +83,7 @@ def _settle_special_triangle(draft: Draft, special: SpecialTriangle) -> None:
         return
     if "right" in special.adjectives and corner is not None:
         # The hypotenuse is longer than either leg, so only the legs can be equal.
-        ends = [name for name in special.corners if name != corner]
-        legs = [make_term("LengthOf", draft.draw_line(corner, end)) for end in ends]
-        draft.add_equation(legs[0], legs[1])
+        equal_legs(draft, apex=corner, corners=special.corners)
     elif has_places:
         draft.facts.append(make_term("Isosceles", polygon))
     else:

@@ -192,7 +192,7 @@ def _parse_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
     The types: `5%` is a percentage, `1,2` unreadable, `5` a number, `3x+1` an expression, and
-    `right triangle` a text.
+    `right triangle` a text. `raw` is the text as it was written.
     """
     answer = _parse_percentage(text, raw) or _parse_non_number(text, raw)
     if answer is not None:

@@ -272,7 +272,7 @@ class _SafeFunction:
                 raise  # the caller has cancelled the call, so the function has not failed
             # A TimeoutError may come from the function itself, so the limit has to be asked.
             if time_limit.expired():
-                return self._record_failure(OverdueError(), arguments, None)
+                return self._record_failure(OverdueError(), arguments, completion_index=None)
             # As in `call`, the function is called again with each completion alone.
             completion_index = None
             if not isinstance(error, RewardValueError | UserError):

@@ -92,7 +92,7 @@ def _numbers(solution: Solution) -> Iterator[NumberWithError]:
 def excludes_some_but_not_all(solution: Solution) -> bool:
     """Return whether some numbers solve a condition and others do not.
 
-    A condition that every number solves, or none, says nothing of its number.
+    A condition that every number solves, or none, says nothing of the unknown.
     """
     truths = _truth_by_position(solution, _sorted_ends(solution))
     return any(truths) and not all(truths)
