@@ -136,7 +136,7 @@ def _is_rival(solution: Solution, best: Solution, tolerance: float) -> bool:
     """Tell whether a figure has another answer, and is about as much like the picture as the best.
 
     `tolerance` is the relative difference of answers that counts as rounding. A figure whose goal
-    may still move is no rival. Neither is a negative answer beside a positive one, which is meant.
+    may still move is no rival, and a negative answer is no rival of a positive one.
     """
     if answers_agree(solution.value, best.value, tolerance) or is_goal_free(solution):
         return False

@@ -91,7 +91,7 @@ class Drawing(Likeness):
     def right_corner(self, corners: Sequence[str]) -> str:
         """Return the corner of a triangle with the right angle.
 
-        It is the marked one, else the one that looks most like it.
+        It is the corner that a fact marks as right, else the one whose angle looks most like it.
         """
         for term in self.fact_terms:
             if term.head == "Perpendicular" and len(term.arguments) == 2:

@@ -60,7 +60,7 @@ class DrawnLines(DrawnPoints):
         return lines
 
     def _in_order(self, points: Sequence[str]) -> list[str]:
-        """Return the points of a line in order, from the end that lies farthest from the first."""
+        """Return the points of a line in order, from the end that is farthest from `points[0]`."""
         start = self.places[points[0]]
         end_name = max(points, key=lambda name: abs(self.places[name] - start))
         end = self.places[end_name]

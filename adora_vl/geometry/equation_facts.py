@@ -118,12 +118,12 @@ def _is_shorter_arc(measures: Measures, term: Term) -> bool:
     arc whose size does not say so is the longer way round.
     """
     measure, size = term.arguments
-    arc = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure
+    arc = _inside_measure(measure)
     if arc.head != "Arc" or len(arc.names) != 3 or arc.names[1] in measures.drawing.places:
         return False
     if arc.names[1] == measures.drawing.circle_of_arc(arc.names).centre:
         return False
-    degrees = number_in_text(size.head) if not size.arguments else None
+    degrees = _number_of_term(size)
     return degrees is not None and degrees < 180
 
 
@@ -133,10 +133,20 @@ def _means_other_side(measure: Term, size: Term) -> bool:
     Angles, and arcs with two letters, are measured as the shorter of the two ways round. So 240
     degrees are the longer way.
     """
-    degrees = number_in_text(size.head) if not size.arguments else None
+    degrees = _number_of_term(size)
     if degrees is None or degrees <= 180:
         return False
-    inner = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure
+    inner = _inside_measure(measure)
     if inner.head == "Angle":
         return len(inner.names) == 3 or inner.names[0].isupper()
     return inner.head == "Arc" and len(inner.names) == 2
+
+
+def _inside_measure(term: Term) -> Term:
+    """Return the angle or arc inside `MeasureOf(...)`, or the term itself."""
+    return term.arguments[0] if term.head == "MeasureOf" and term.arguments else term
+
+
+def _number_of_term(term: Term) -> float | None:
+    """Return the number that a term writes, such as `5`; None for any other term."""
+    return None if term.arguments else number_in_text(term.head)

@@ -103,9 +103,9 @@ class Judgement:
         """Compile the claims together with the facts, and measure both in the figure once."""
         self.figure = figure
         self.claims = claims
-        # That lines are parallel or perpendicular is kept apart from the given values. The theorem
-        # of Pythagoras follows from a right angle, and is a step all the same. So these facts make
-        # only claims of their own kind known.
+        # Facts that lines are parallel or perpendicular are kept apart from the given values. They
+        # make only claims of their own kind known: the theorem of Pythagoras follows from a right
+        # angle, and counts as a step all the same.
         self.directions = [
             relation
             for relation in figure.reading.relations
@@ -116,17 +116,18 @@ class Judgement:
         self.rival_figures = [self._measure(state) for state in figure.rival_states]
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
         # These rows say which angles add up at a straight line, also for angles named by a number.
-        lines = [fact for fact in self.directions if is_collinear(fact)]
-        names_of_angles = [fact for fact in figure.given_relations if names_angle(fact)]
-        self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
-        self.new_direction_rows: list[Vector] = []
-        # That points lie on a circle is kept apart too. It makes only claims about lengths known
-        # (`_is_about_lengths`).
-        radial = [fact for fact in figure.given_relations if is_radial(fact)]
-        self.radial_rows = [row for fact in radial for row in self.rows(fact)]
-        self.known_rows = [
-            row for fact in figure.given_relations if fact not in radial for row in self.rows(fact)
+        line_facts = [
+            *(fact for fact in self.directions if is_collinear(fact)),
+            *(fact for fact in figure.given_relations if names_angle(fact)),
         ]
+        self.line_rows = [row for fact in line_facts for row in self.rows(fact)]
+        self.new_direction_rows: list[Vector] = []
+        # Facts that points lie on a circle are kept apart too. They make only claims about lengths
+        # known (`_is_about_lengths`).
+        circle_facts = [fact for fact in figure.given_relations if is_radial(fact)]
+        value_facts = [fact for fact in figure.given_relations if fact not in circle_facts]
+        self.radial_rows = [row for fact in circle_facts for row in self.rows(fact)]
+        self.known_rows = [row for fact in value_facts for row in self.rows(fact)]
         self.true_rows = list(self.known_rows)
         names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.atoms.row_by_atom)
         self.column_by_name = {name: number for number, name in enumerate(names_of_atoms)}

@@ -46,7 +46,8 @@ def linear_sum(
 ) -> LinearSum[Part]:
     """Write a quantity as a sum: `2 AB + 3` is the constant 3 and the factor 2 for AB.
 
-    `sum_of_atom` writes one atom, such as AB, as a sum. Raises `NotLinearError` for other arithmetic, such as a product of two atoms.
+    `sum_of_atom` writes one atom, such as AB, as a sum. Raises `NotLinearError` for other
+    arithmetic, such as a product of two atoms.
     """
     constant = constant_of(quantity)
     if constant is not None:

@@ -136,9 +136,9 @@ def _is_rational(tree: ExpressionTree) -> bool:
         return True
     if tree[0] == "power" and not _is_integer(tree[2]):
         return False
-    return tree[0] in {"frac", "sum", "product", "power"} and all(
-        map(_is_rational, direct_subtrees(tree))
-    )
+    if tree[0] not in {"frac", "sum", "product", "power"}:
+        return False
+    return all(map(_is_rational, direct_subtrees(tree)))
 
 
 def _is_integer(exponent: ExpressionTree) -> bool:

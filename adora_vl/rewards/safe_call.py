@@ -337,7 +337,7 @@ class _SafeFunction:
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call of the function returns a coroutine.
 
-    Besides an `async def` it may be a partial of one, or an object with an async `__call__`.
+    It does for an `async def`, a partial of one, and an object with an async `__call__`.
     """
     while isinstance(function, partial):
         function = function.func
