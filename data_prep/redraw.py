@@ -54,7 +54,6 @@ _PLAIN_TEXT_BY_LATEX = (
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2"),
     (r"\^\{?2\}?", "²"),
     (r"\\pi", "π"),
-    (r"\s+", ""),
 )
 
 
@@ -147,7 +146,8 @@ def _radii_of_circles(form: LogicForm, points: dict[str, complex]) -> dict[Circl
 class _DiagramDrawing:
     """The drawing of one logic form, and what its labels must not hide.
 
-    Points are complex numbers, in shares of the picture, with y downwards.
+    Points are complex numbers, in shares of the picture, with y downwards. `ink_points` are many
+    points on all lines that have been drawn, and `label_boxes` the boxes of all labels so far.
     """
 
     def __init__(self, form: LogicForm) -> None:
@@ -176,13 +176,15 @@ class _DiagramDrawing:
             name: scale * (point - origin) + first * (1 + 1j)
             for name, point in original_points.items()
         }
-        self.middle = sum(self.point_by_name.values()) / len(self.point_by_name)
-        self.radii = {circle: scale * radius for circle, radius in original_radii.items()}
+        self.middle_of_points = sum(self.point_by_name.values()) / len(self.point_by_name)
+        self.radius_by_circle = {
+            circle: scale * radius for circle, radius in original_radii.items()
+        }
         file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # has a root and a π
         self.font = ImageFont.truetype(str(file), OVERSAMPLING * _LABEL_PIXELS)
         self.canvas = Canvas(_PICTURE_PIXELS, font=self.font)
-        self.ink_points: list[complex] = []  # many points on all lines that are drawn
-        self.label_boxes: list[Box] = []  # of all labels so far
+        self.ink_points: list[complex] = []
+        self.label_boxes: list[Box] = []
 
     def draw(self) -> Image.Image:
         """Draw the figure, its marks, values and names, and return it without what stays white.
@@ -193,7 +195,7 @@ class _DiagramDrawing:
         """
         for names_on_line in self.form.lines_with_points:
             self._draw_line(*self._points_named(names_on_line))
-        for (centre_name, _), radius in self.radii.items():
+        for (centre_name, _), radius in self.radius_by_circle.items():
             centre = self.point_by_name[centre_name]
             self.canvas.circle((centre.real, centre.imag), radius)
             self.canvas.dot((centre.real, centre.imag))
@@ -224,8 +226,8 @@ class _DiagramDrawing:
         distinct_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
         for number, sentence in enumerate(distinct_sentences, start=1):
             y = min(_LOWEST_SENTENCE, bottom + _SENTENCE_HEIGHT * number)
-            text = latex_as_plain_text(sentence, words=True)
-            self._write_label(text, [complex(0.5, y)])
+            text = latex_as_plain_text(sentence, keep_spaces=True)
+            self._write_label(text, [complex(0.5, y)])  # in the middle
 
     def _cropped_picture(self) -> Image.Image:
         """Return the part of the canvas that has something on it, with a white margin."""
@@ -340,7 +342,9 @@ class _DiagramDrawing:
         """
         ends = {names[0], names[-1]}
         circles_with_ends = [
-            circle for circle in self.radii if ends <= set(self.form.points_by_circle[circle])
+            circle
+            for circle in self.radius_by_circle
+            if ends <= set(self.form.points_by_circle[circle])
         ]
         if not circles_with_ends:
             return False
@@ -353,7 +357,7 @@ class _DiagramDrawing:
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.point_by_name[names[1]] - centre)
         # The text is wider than high, so most of its half width counts.
-        distance = self.radii[circle] + _GAP_AT_ARC + 0.4 * self._text_width(text)
+        distance = self.radius_by_circle[circle] + _GAP_AT_ARC + 0.4 * self._text_width(text)
         # Beside its middle the arc has more room, if a label or a line is there.
         turns = (0, 0.15, -0.15, 0.3)
         self._write_label(text, [centre + rect(distance, direction + turn) for turn in turns])
@@ -366,7 +370,7 @@ class _DiagramDrawing:
         """
         normal = rect(1, phase(end - start) + math.pi / 2)  # at a right angle to the segment
         # The real part of a * conj(b) is the scalar product of two vectors.
-        outward = (((start + end) / 2 - self.middle) * normal.conjugate()).real
+        outward = (((start + end) / 2 - self.middle_of_points) * normal.conjugate()).real
         if outward < 0:
             normal = -normal
         # Half the text's size in the direction of the normal: half its width beside an upright
@@ -579,15 +583,12 @@ class _DiagramDrawing:
         self.canvas.label(text, (best_point.real, best_point.imag))
 
 
-def latex_as_plain_text(value: str, *, words: bool = False) -> str:
+def latex_as_plain_text(value: str, *, keep_spaces: bool = False) -> str:
     r"""Return a value in LaTeX as a picture shows it, such as `2√3` for `2\sqrt{3}`.
 
-    Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `words` spaces
-    stay.
+    Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `keep_spaces` the
+    spaces between words stay.
     """
-    replacements: Sequence[tuple[str, str]] = _PLAIN_TEXT_BY_LATEX
-    if words:
-        replacements = replacements[:-1]  # the last one removes spaces
-    for pattern, replacement in replacements:
+    for pattern, replacement in _PLAIN_TEXT_BY_LATEX:
         value = re.sub(pattern, replacement, value)
-    return value
+    return value if keep_spaces else "".join(value.split())

@@ -87,7 +87,7 @@ class EndpointEngine:
         if server_program is not None:
             self.resolved_settings["server"] = server_program or UNKNOWN_SERVER
         # The fields of each call beside the messages and the seed.
-        self._body: dict[str, Any] = {
+        self._request_fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
@@ -96,11 +96,11 @@ class EndpointEngine:
         # These servers sample by the defaults of the model's generation config, such as a
         # repetition penalty. `NEUTRAL_SAMPLING_FIELDS` switches them off.
         if server_program in SERVERS_WITH_MODEL_DEFAULTS:
-            self._body |= NEUTRAL_SAMPLING_FIELDS
+            self._request_fields |= NEUTRAL_SAMPLING_FIELDS
         else:
             self._pending_note = _note_on_server_defaults(settings.endpoint, server_program)
         if settings.chat_template_kwargs:
-            self._body["chat_template_kwargs"] = dict(settings.chat_template_kwargs)
+            self._request_fields["chat_template_kwargs"] = dict(settings.chat_template_kwargs)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """Return the replies to requests in their order, with None for a call that failed.
@@ -139,7 +139,9 @@ class EndpointEngine:
         attempt can answer it.
         """
         try:
-            return self._client.chat(openai_messages(request), seed=request.seed, **self._body)
+            return self._client.chat(
+                openai_messages(request), seed=request.seed, **self._request_fields
+            )
         except EndpointError as error:
             return Unanswerable(str(error)) if error.prompt_too_long else error
 

@@ -47,7 +47,8 @@ _END_OF_LIST_PATTERN = re.compile(
 class ChoiceMatcher:
     """Finds the choices of one question in a text, by letter, by text or by value.
 
-    Methods return the index of a choice, from 0 on; None stands for no choice.
+    Methods return the index of a choice, from 0 on; None stands for no choice. `patterns` find the
+    letters of the choices in a text, and `normalised_choices` are the texts in one spelling.
     """
 
     def __init__(self, choices: Sequence[str]) -> None:
