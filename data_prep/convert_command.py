@@ -208,13 +208,12 @@ def _run_convert(arguments: argparse.Namespace) -> None:
     """
     preset = PRESETS.get(arguments.preset)
     columns = _chosen_columns(arguments)
+    # Where the data set of the preset is published; None for the rows of another trainer.
+    published_id = preset.id if preset else None
     data_name = arguments.name
-    # A preset with an id is a published data set, whose name is that of the preset. Other presets
-    # are for the rows of another trainer, which have no name.
-    if preset and preset.id:
+    if published_id:
         data_name = data_name or arguments.preset
-    # The input of the user, or else where the preset's data set is published.
-    location = arguments.input or (preset.id if preset else None)
+    location = arguments.input or published_id
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
     # Each other field of `ConversionOptions` has the value of the option of the same name.

@@ -81,16 +81,15 @@ class Forecast:
     """What ADORA's length criterion says of groups of answers to one problem each.
 
     A group has a signal if its rewards differ. ADORA attenuates a group with a signal if no right
-    answer is longer than its wrong ones are on average; such a group is called TDS.
+    answer is longer than its wrong ones are on average. Such a group is called TDS. It is a tie if
+    its longest right answer is as long as that average. It is `short_only` if it is no tie, and no
+    right answer is longer than any wrong one.
     """
 
     groups: int  # with and without a signal
     tds: ShareOfGroups  # groups that are TDS, of those with a signal
-    # Shares of the TDS groups. In a tie the longest right answer is as long as the wrong ones are
-    # on average. `short_only` counts the groups without a tie in which no right answer is longer
-    # than any wrong one.
-    ties: ShareOfGroups
-    short_only: ShareOfGroups
+    ties: ShareOfGroups  # of the TDS groups
+    short_only: ShareOfGroups  # of the TDS groups
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right
@@ -333,7 +332,7 @@ def _groups_of_columns(
     group_size: int,
     correct_above: float,
 ) -> Groups:
-    """Return answers as groups, as tensors (P, G): `group_size` consecutive answers are one group.
+    """Return answers as groups: tensors (P, G) of P groups with G = `group_size` answers in a row.
 
     Args:
         rewards: the reward of each answer.

@@ -64,6 +64,11 @@ _TEMPLATE_BY_FACT = {
     "IsPerpendicularBisectorOf": "{} is a perpendicular bisector of {}",
 }
 _ADJECTIVE_HEADS = ("Right", "Isosceles", "Equilateral", "Regular")
+# Some annotations misspell the circle as `Cirle`.
+_FIGURE_HEADS = (
+    *("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon"),
+    *CORNER_COUNT_BY_SHAPE,
+)
 # Heads that name something and say nothing of it.
 _HEADS_WITHOUT_WORDS = (
     "Circle",
@@ -199,10 +204,7 @@ def noun_phrase(term: Term) -> str | None:
         return _noun_with_adjective(head, term.arguments[0])
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
-    if (
-        head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon")
-        or head in CORNER_COUNT_BY_SHAPE
-    ):
+    if head in _FIGURE_HEADS:
         return _noun_of_figure(head, names)
     if head in ("LengthOf", "MeasureOf"):
         return _noun_of_length_or_angle(term)
@@ -286,7 +288,6 @@ def _noun_of_figure(head: str, names: Sequence[str]) -> str:
 
     Returns `the triangle` for one without a name, whose points are `$`.
     """
-    # Some annotations misspell the circle as `Cirle`.
     shape = {"Cirle": "circle", "Shape": "figure"}.get(head, head.lower())
     has_no_name = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
     are_letters = all(re.fullmatch(r"[A-Za-z]'?|\d+", name) for name in names)

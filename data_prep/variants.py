@@ -455,7 +455,8 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
             continue
         for axis in (1, 1j, -1, -1j):  # right, up, left, down
             degrees_off_axis = abs(math.degrees(phase(original_direction / axis)))
-            if degrees_off_axis < _MAX_DEGREES_OFF_AXIS and length > longest_length:
+            is_on_axis = degrees_off_axis < _MAX_DEGREES_OFF_AXIS
+            if is_on_axis and length > longest_length:
                 longest_length = length
                 rotation = axis * length / direction
     return rotation

@@ -68,8 +68,7 @@ def extract_letters(response: str) -> Extraction:
         letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
         if re.fullmatch(_LETTERS_REGEX, letters):
             return Extraction(letters, rule)
-    letter, rule = extract_choice(response, [""] * len(_OPTION_LETTERS))
-    return Extraction(letter, rule)
+    return extract_choice(response, choices=[""] * len(_OPTION_LETTERS))
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:

@@ -327,8 +327,7 @@ def extract_by_rules(row: Prediction) -> Extraction:
     """
     response = row["response"]
     if row["question_type"] == "multi-choice":
-        letter, rule = extract_choice(response, read_choices(row) or _UNKNOWN_CHOICES)
-        return Extraction(letter, rule)
+        return extract_choice(response, read_choices(row) or _UNKNOWN_CHOICES)
     box = last_boxed(response)
     if box is not None:
         return Extraction(box, "box")

@@ -137,19 +137,19 @@ def _differing_values(
 
     Returns a text with the values by key: `{"dtype": 'base "float32", tuned "bfloat16"'}`.
     """
-    part_by_run = [(run.name, fingerprint_part(run.score, part)) for run in runs]
-    keys = dict.fromkeys(key for _, values in part_by_run for key in values)
+    parts = [fingerprint_part(run.score, part) for run in runs]
+    keys = dict.fromkeys(key for settings in parts for key in settings)
     values_text_by_key: dict[str, str] = {}
     for key in keys:
-        is_common = all(key in values for _, values in part_by_run)
+        is_common = all(key in settings for settings in parts)
         if key in ignored or (common_only and not is_common):
             continue
-        distinct_values = {json.dumps(values.get(key), sort_keys=True) for _, values in part_by_run}
+        distinct_values = {json.dumps(settings.get(key), sort_keys=True) for settings in parts}
         if len(distinct_values) > 1:
-            texts = [
-                f"{name} {shorten_middle(json.dumps(values.get(key)))}"
-                for name, values in part_by_run
-            ]
+            texts: list[str] = []
+            for run, settings in zip(runs, parts, strict=True):
+                value_text = shorten_middle(json.dumps(settings.get(key)))
+                texts.append(f"{run.name} {value_text}")
             values_text_by_key[key] = ", ".join(texts)
     return values_text_by_key
 

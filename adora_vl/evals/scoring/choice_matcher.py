@@ -326,6 +326,6 @@ def _without_unit(normalised_text: str) -> str:
 
     `x= 5 cm` gives `5`. A text without a digit gives "".
     """
-    number = re.sub(r"^[a-z∠ ]+= *", "", normalised_text)
-    number = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", number)
+    number = re.sub(r"^[a-z∠ ]+= *", "", normalised_text)  # `x= `
+    number = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", number)  # ` cm2`
     return number if re.search(r"\d", number) else ""
