@@ -99,6 +99,7 @@ _FACTOR_BY_COMPARATIVE = {
 }
 # A number with one of these words behind it is no value: the 3 of "the ratio is 3 to 4".
 _WORDS_BETWEEN_NUMBERS = {"to", "out", "of", "by"}
+# Behind one of these a name only says where a part lies: the A of "opposite angle A".
 _POSITION_WORDS = {
     "opposite",
     "adjacent",

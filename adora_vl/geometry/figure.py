@@ -16,12 +16,11 @@ from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem, Solution
 
 AnswerBasis = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
-_DIGITS_OF_PLACES = 9  # of the figure's size, that a stored place has
+_DIGITS_OF_PLACES = 9  # digits of a stored place that is as large as the figure
 _MAX_RESIDUAL = 1e-6  # largest residual of a stored figure
 _MAX_RIVALS = 3  # rivals of a figure that are stored beside one
-_MAX_RELATIVE_DIFFERENCE = (
-    1e-3  # share by which distances and values of one figure may differ from another's
-)
+# Share by which distances and values of one figure may differ from another's.
+_MAX_RELATIVE_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,10 @@ from adora_vl.geometry.vectors import cosine
 BelievedLooks = Literal["nothing", "tangents", "everything"]
 # A point that is more than so many drawn radii away from the centre is seen to lie outside.
 _MIN_RADII_OUTSIDE = 1.1
-_SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
-_ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
-_HEADS_READ_AS_WHOLE = (
-    "Similar",
-    "InscribedIn",
-    "CircumscribedTo",
-    "IsDiagonalOf",
-    "IsMidpointOf",
-    "Isosceles",
+# The kinds of shapes that are facts also where only a question names them.
+_KINDS_IN_QUESTION = (
+    *("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid"),
+    *("Regular", "Right", "Equilateral"),
 )
 
 
@@ -184,9 +179,7 @@ def _add_shapes_in_question(reading: Reading, term: Term, fact_number: int) -> N
     `term` is the question, or a part of it, and `fact_number` its number.
     """
     for part in term.walk():
-        if part is term or part.head in _HEADS_READ_AS_WHOLE:
-            continue
-        if part.head in _SHAPES_IN_QUESTION or part.head in _ADJECTIVES_IN_QUESTION:
+        if part is not term and part.head in _KINDS_IN_QUESTION:
             unread_before = len(reading.unread)
             reading.add_fact(part, fact_number)
             # A shape that cannot be read is no fault of its own: reading the goal names it.

@@ -20,7 +20,7 @@ from adora_vl.utils.errors import did_you_mean
 
 MAX_PARTS = 60  # numbers, measures and signs of one side of an equation
 _MAX_BRACKETS = 10  # brackets in brackets; deeper ones are no problem of a school book
-_NAMES = rf"(?:{POINT_PATTERN}){{3,}}"
+_CORNERS = rf"(?:{POINT_PATTERN}){{3,}}"
 # Words that say what is measured. A side without one of them and without a point is a value.
 _MEASURE_PATTERN = (
     "angle|arc|distance|radius|diameter|circumference|area|perimeter|height|side|scale factor"
@@ -34,12 +34,12 @@ _ATOM_PATTERN = re.compile(
     |(?P<length>length\s*(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
     |(?P<arc>(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
     |(?P<trig>(?:sin|cos|tan)\s*(?:angle\s*)?(?:{POINT_PATTERN}{POINT_PATTERN}{POINT_PATTERN}|{POINT_PATTERN}|\d+|[a-z](?![a-z])))
-    |(?P<scale>scale\ factor\s*(?:{SHAPE_PATTERN})?\s*{_NAMES}\s*(?:and\s*)?(?:{SHAPE_PATTERN})?\s*{_NAMES})
+    |(?P<scale>scale\ factor\s*(?:{SHAPE_PATTERN})?\s*{_CORNERS}\s*(?:and\s*)?(?:{SHAPE_PATTERN})?\s*{_CORNERS})
     |(?P<circle>(?:radius|diameter|circumference)(?:\s*circle)?(?:\s*{POINT_PATTERN}(?!{POINT_PATTERN}))?
                |area\s*circle(?:\s*{POINT_PATTERN}(?!{POINT_PATTERN}))?)
     |(?P<sector>area\s*sector\s*(?:{POINT_PATTERN}){{3}})
-    |(?P<extent>(?:area|perimeter|height)(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_NAMES})?)
-    |(?P<side>side(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_NAMES})?(?!\s*{POINT_PATTERN}))
+    |(?P<extent>(?:area|perimeter|height)(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_CORNERS})?)
+    |(?P<side>side(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_CORNERS})?(?!\s*{POINT_PATTERN}))
     |(?P<segment>{POINT_PATTERN}{POINT_PATTERN}(?!{POINT_PATTERN}))
     |(?P<number>\d+(?:\.\d+)?|\.\d+|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}
                |(?:\\?sqrt|√)\s*(?:\{{[^{{}}]*\}}|\([^()]*\)|\d+)|\\?pi|π|[a-z](?![a-z]))
@@ -325,7 +325,7 @@ def _read_sector(draft: Draft, text: str) -> Term:
 
 def _read_scale_factor(draft: Draft, text: str) -> Term:
     """Read the ratio of the sides of one polygon to those of a similar one."""
-    first, second = [split_point_names(names) for names in re.findall(_NAMES, text)]
+    first, second = [split_point_names(names) for names in re.findall(_CORNERS, text)]
     heads = [polygon_kind("".join(names)).capitalize() for names in (first, second)]
     return make_term(
         "ScaleFactorOf", draft.draw_polygon(heads[0], first), draft.draw_polygon(heads[1], second)

@@ -29,7 +29,6 @@ REWARD_RANGE = (0.0, 1.0)
 _PRICE_OF_FALSE_CLAIM = 3  # how many new claims a false one weighs as much as
 _BOX_COMMAND = "\\boxed"
 _MAX_CHARS = 100_000  # how many characters of a response are read, from its start
-_CORRECT_VERDICT = "correct"
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class StepsReward:
             result = grade(
                 text_after_thinking(response), reference, choices=row_choices, **self.accepted
             )
-            are_right.append(result.verdict == _CORRECT_VERDICT)
+            are_right.append(result.verdict == "correct")
         return are_right
 
     def _score(self, check: ClaimCheck | None, is_right: bool | None) -> float | None:
