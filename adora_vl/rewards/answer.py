@@ -176,7 +176,7 @@ def parse_value_or_raise(text: str) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parse_value_cached(raw: str) -> Answer:
-    """Return `parse_value` with a cache.
+    """Parse an answer as `parse_value` does, with a cache.
 
     The rollouts of a group share their reference answer, and often their answer.
     """
@@ -264,7 +264,7 @@ def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
         numbers = tuple(evaluate_closed_form(parse_tree(term)) for term in terms)
     except ParseError:
         return ()
-    # The pattern has whole numbers alone.
+    # The terms of a time of day are whole numbers, so that `int` reads them.
     if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:

@@ -151,7 +151,7 @@ def _without_name(answer: Answer, reference: Answer) -> Answer:
         name, value_text = name_and_value
         value = parse_value(value_text)
     # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
-    has_name_inside = name == value.text or name in unknown_names(value.tree or ())
+    has_name_inside = name == value.text or name in unknown_names(value.tree)
     if value.type == "expression" and has_name_inside:
         return Answer(type="unreadable", text=answer.text, reason="equation")
     return value
@@ -297,14 +297,14 @@ def _adapt_function_name(answer: Answer, opposite: Answer) -> Answer:
     function_name = _FUNCTION_NAME_PATTERN.fullmatch(name)
     if function_name:
         argument = function_name[1]
-        depends_on_argument = argument in unknown_names(answer.tree or ())
+        depends_on_argument = argument in unknown_names(answer.tree)
         is_y_opposite = opposite_name == "y" and opposite.type == "equation"
         return replace(answer, name="") if depends_on_argument and is_y_opposite else answer
     opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_name)
     if opposite_function_name and name == "y" and answer.type == "equation" and answer.parts:
         right_side = answer.parts[0]  # the only part of an equation
         argument = opposite_function_name[1]
-        if argument in unknown_names(right_side.tree or ()):
+        if argument in unknown_names(right_side.tree):
             return replace(right_side, name=opposite.name)
     return answer
 
@@ -338,11 +338,11 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
 
     The reference answer is a tuple of numbers with at most three parts.
     """
-    answer_tree = answer.tree or ()
+    assert answer.tree is not None, "an expression has a tree"
     axes = "ijk"[: len(reference.parts)]
     has_axis_for_each_part = len(axes) == len(reference.parts)
     are_numbers = all(part.plain_number for part in reference.parts)
-    has_other_unknowns = not unknown_names(answer_tree) <= set(axes)
+    has_other_unknowns = not unknown_names(answer.tree) <= set(axes)
     if not has_axis_for_each_part or not are_numbers or has_other_unknowns:
         return wrong_result("different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
@@ -350,7 +350,7 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     for part, axis in zip(reference.parts, axes, strict=True):
         product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
         terms.append((1, product))  # a term of a sum is its sign and a tree
-    if same_function(answer_tree, ("sum", *terms)) == "equal":
+    if same_function(answer.tree, ("sum", *terms)) == "equal":
         return correct_result("same_value")
     return wrong_result("different_expression")
 

@@ -172,8 +172,8 @@ def _compare_numbers(
 
 def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict where at least one side is no number: an expression, formula or text."""
-    answer_unknowns = unknown_names(answer.tree or ())
-    reference_unknowns = unknown_names(reference.tree or ())
+    answer_unknowns = unknown_names(answer.tree)
+    reference_unknowns = unknown_names(reference.tree)
     # A number or an expression has a tree, and a text has none.
     have_trees = bool(answer.tree and reference.tree)
     are_alike = have_trees and answer_unknowns == reference_unknowns
@@ -236,7 +236,7 @@ def _parse_reference_formula(reference: Answer, answer: Answer) -> ExpressionTre
     if _TWO_OR_THREE_LETTERS_PATTERN.fullmatch(text) and r"\cdot" in answer.text:
         text = f"1{text}"  # `1ab` is read as a formula, while `ab` may be a name
     tree = parse_formula(text)
-    return tree if tree is not None and unknown_names(tree) else None
+    return tree if unknown_names(tree) else None
 
 
 def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonResult:

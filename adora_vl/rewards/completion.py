@@ -170,13 +170,12 @@ def _last_adjacent_box_positions(response: str) -> list[_Box]:
         if boxes:
             next_box = boxes[-1]
             if box.end > next_box.start:
-                continue  # it stands inside of that box, whose content has it
+                continue  # it stands inside that box, and is part of its content
             between = response[box.end + 1 : next_box.start]
-            is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
-                _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
-            )
+            is_near = len(between) <= MAX_CHARS_BETWEEN_BOXES
+            are_one_answer = is_near and _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
             # The row ends here. One box over the limit shows that there are too many.
-            if not is_joint or len(boxes) > MAX_ADJACENT_BOXES:
+            if not are_one_answer or len(boxes) > MAX_ADJACENT_BOXES:
                 break
         boxes.append(box)
     boxes.reverse()

@@ -396,7 +396,7 @@ def _parse_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice 
     if letter.islower():
         # `c` is a value where a choice such as `2c` has it as an unknown.
         trees = [parse_value(choice).tree for choice in choices]
-        if any(tree is not None and letter in unknown_names(tree) for tree in trees):
+        if any(letter in unknown_names(tree) for tree in trees):
             return None
     return _NamedChoice(text=answer.text, letter=letter.upper(), text_beside=text_beside)
 

@@ -130,9 +130,9 @@ def _deepest_nesting(text: str) -> int:
     return deepest
 
 
-def unknown_names(tree: ExpressionTree) -> frozenset[str]:
-    """Return the names of the unknowns in an expression tree; an empty tree has none."""
-    if not tree:
+def unknown_names(tree: ExpressionTree | None) -> frozenset[str]:
+    """Return the names of the unknowns in an expression tree; None, for no tree, has none."""
+    if tree is None:
         return frozenset()
     return frozenset(node[1] for node in subtrees(tree) if node[0] == "unknown")
 

@@ -80,7 +80,7 @@ def parse_reference(raw: str) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parse_reference_cached(raw: str) -> Answer:
-    """Return `parse_reference` with a cache, since the rollouts of a group share the reference."""
+    """Parse as `parse_reference` does, with a cache: rollouts of a group share the reference."""
     value = parse_value(raw)
     # `y = 2x + 1` has been read as the expression `2x + 1`, and may be an equation.
     may_be_structured = value.type == "expression" and "=" in raw
@@ -365,15 +365,14 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
 def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
     r"""Parse a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
-    `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again.
+    `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. A set
+    of all numbers with a condition, `\{x \mid x > 4\}`, is that condition, `x > 4`.
 
     Args:
         text: the whole text, with its braces.
         text_inside: the text between them.
         has_backslash: whether the braces are `\{\}`.
         depth: how many lists, sets and tuples stand around the text.
-
-    A set of all numbers with a condition, `\{x \mid x > 4\}`, is that condition, `x > 4`.
 
     Raises `ParseError` for a set of sets, and for a set of anything but values and points.
     """
