@@ -267,7 +267,7 @@ class FrozenBase:
         self.is_on_host = True
 
     def move_to_device(self) -> None:
-        """Move the frozen parameters back to the card, before the policy makes a pass."""
+        """Move the frozen parameters back to the GPU, before the policy makes a pass."""
         if not self.is_on_host:
             return
         if self.device.type != "cpu":

@@ -17,18 +17,18 @@ from adora_vl.models.activations import (
 )
 from adora_vl.models.shape import ModelShape
 
-# The share of a card that stays free when the recomputed layers are chosen: the allocator loses
-# some memory between its blocks, and a prediction is a few per cent off.
-RESERVED_CARD_SHARE = 0.1
+# The share of a GPU's memory that stays free when the recomputed layers are chosen: the allocator
+# loses some memory between its blocks, and a prediction is a few per cent off.
+RESERVED_GPU_SHARE = 0.1
 
 
-def usable_bytes(card_bytes: int, free_bytes: int) -> int:
-    """Return the bytes that a pass may take on a card of which `free_bytes` are free.
+def usable_bytes(gpu_bytes: int, free_bytes: int) -> int:
+    """Return the bytes that a pass may take on a GPU of which `free_bytes` are free.
 
-    A tenth of the whole card is left free (`RESERVED_CARD_SHARE`). For example, of 50 free bytes on
-    a card of 100, a pass may take 40.
+    A tenth of the whole GPU is left free (`RESERVED_GPU_SHARE`). For example, of 50 free bytes on a
+    GPU of 100, a pass may take 40.
     """
-    return free_bytes - int(RESERVED_CARD_SHARE * card_bytes)
+    return free_bytes - int(RESERVED_GPU_SHARE * gpu_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a training holds on each card all the time: weights, gradients, optimizer and reference.
+"""What a training holds on each GPU all the time: weights, gradients, optimizer and reference.
 
 The figures are in bytes, by how the run is spread over processes.
 """

@@ -1,7 +1,7 @@
 """Chooses how many layers of the language model the backward pass computes again.
 
 Gradient checkpointing keeps only the input of a layer and computes the layer a second time, which
-is a fifth and more of a step's work. If the card has room for all activations of a layer, that work
+is a fifth and more of a step's work. If the GPU has room for all activations of a layer, that work
 is wasted. So each micro-batch recomputes as few layers as its tokens and the free memory allow, by
 the formulas of the dry run. A layer has the same values either way.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RECOMPUTED_LAYERS_KEY = "adora/recomputed_layers"
 # Gradients are copied before a pass, so that they can be restored when it runs out of memory. That
-# is done if they take at most this share of the card. An adapter's gradients do.
+# is done if they take at most this share of the GPU. An adapter's gradients do.
 _MAX_COPIED_SHARE = 0.02
 
 
@@ -182,8 +182,9 @@ class RecomputedLayers:
     def _bytes_for_activations(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of the GPU that the activations of a pass may take."""
         assert self._read_gpu_bytes is not None, "memory is predicted only for a GPU"
-        card = self._read_gpu_bytes()
-        return usable_bytes(card.total, card.free) - self._bytes_of_new_gradients(activation_memory)
+        gpu = self._read_gpu_bytes()
+        usable = usable_bytes(gpu_bytes=gpu.total, free_bytes=gpu.free)
+        return usable - self._bytes_of_new_gradients(activation_memory)
 
     def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of gradients that a pass allocates, and of weights that it gathers.

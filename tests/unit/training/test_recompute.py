@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import DtypeBytes, PassSize
-from adora_vl.models.peak_memory import RESERVED_CARD_SHARE, ActivationMemory
+from adora_vl.models.peak_memory import RESERVED_GPU_SHARE, ActivationMemory
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.training.recompute import (
@@ -62,7 +62,7 @@ def three_billion() -> ModelShape:
 def recomputed_layers_of(
     model: PreTrainedModel,
     *,
-    card: Callable[[], GpuBytes] | None = None,
+    read_gpu_bytes: Callable[[], GpuBytes] | None = None,
     shape: Callable[[], ModelShape] = three_billion,
     sharding: Sharding | None = None,
     accelerator: FakeAccelerator | None = None,
@@ -75,7 +75,7 @@ def recomputed_layers_of(
 
     Args:
         model: the policy.
-        card: returns the memory of its GPU; without it the model is on a CPU.
+        read_gpu_bytes: returns the memory of its GPU; without it the model is on a CPU.
         shape: returns the shape by which memory is predicted.
         sharding: how the weights are divided among GPUs; by default they are not.
         accelerator: that of the process, by default the only one.
@@ -90,7 +90,7 @@ def recomputed_layers_of(
         model=model,
         shape=shape,
         sharding=sharding or Sharding(),
-        read_gpu_bytes=card,
+        read_gpu_bytes=read_gpu_bytes,
     )
 
 
@@ -153,7 +153,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
     """
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
-        "all": {"adora_recompute": "all", "card": lambda: GpuBytes(80 * GIB, 80 * GIB)},
+        "all": {"adora_recompute": "all", "read_gpu_bytes": lambda: GpuBytes(80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
     }
     for name, keys in unchanged.items():
@@ -219,20 +219,20 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     shape = shape_of(model)
     activation_memory = ActivationMemory(shape(), DtypeBytes(compute_bytes=4, residual_bytes=4))
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    card_bytes = activation_memory.peak_bytes(PASS_SIZE, 0) * 4
+    all_gpu_bytes = activation_memory.peak_bytes(PASS_SIZE, 0) * 4
 
     def bytes_for(count: int) -> int:
         """Return the least free memory with which a pass of `PASS_SIZE` recomputes `count` layers.
 
-        A share of the card stays free, and the gradients of the pass need room beside it.
+        A share of the GPU stays free, and the gradients of the pass need room beside it.
         """
         peak_bytes = activation_memory.peak_bytes(PASS_SIZE, count)
-        return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
+        return peak_bytes + int(RESERVED_GPU_SHARE * all_gpu_bytes) + gradient_bytes
 
     recomputed_layers = recomputed_layers_of(
         model,
         shape=shape,
-        card=lambda: GpuBytes(free_bytes, card_bytes),
+        read_gpu_bytes=lambda: GpuBytes(free_bytes, all_gpu_bytes),
         log=log,
         adora_recompute="auto",
     )
@@ -275,7 +275,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
             shape=shape_of(model),
             sharding=sharding,
             accelerator=ranks,
-            card=lambda: GpuBytes(ample_bytes, ample_bytes),
+            read_gpu_bytes=lambda: GpuBytes(ample_bytes, ample_bytes),
             adora_recompute="auto",
         )
         with recomputed_layers.switched(PASS_SIZE):
@@ -324,7 +324,7 @@ def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     recomputed_layers = recomputed_layers_of(
         model,
         shape=shape_of(model),
-        card=lambda: GpuBytes(10**15, total),
+        read_gpu_bytes=lambda: GpuBytes(10**15, total),
         adora_recompute="auto",
         **keys,
     )
