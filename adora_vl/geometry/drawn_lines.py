@@ -108,10 +108,10 @@ class DrawnLines(DrawnPoints):
     def most_parallel_lines(self, count: int) -> list[tuple[str, str]]:
         """Return the `count` drawn lines that look most parallel, each by its two ends.
 
-        They stand for lines whose names the picture does not have. The lines are taken that have
-        the least rank: how many degrees two of them are askew at most, less 0.3 for each point on
-        them, since a line with more points is likelier to be meant. Raises `UnreadError` where no
-        lines look parallel.
+        They stand for lines whose names the picture does not have. The lines with the least rank
+        are taken. The rank is the largest angle between two of them in degrees, less 0.3 for each
+        point on them, since a line with more points is likelier to be meant. Raises `UnreadError`
+        where no lines look parallel.
         """
         best_lines: Sequence[list[str]] = ()
         best_rank = math.inf

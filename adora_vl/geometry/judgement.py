@@ -413,13 +413,13 @@ class Judgement:
     def _kind_of_error(self, claim: Claim, alternative: Sequence[Relation]) -> ClaimVerdict:
         """Return `false` for an error of its own, and `follows` for one that an earlier one causes.
 
-        A slip at the beginning of a solution makes every later number wrong. It counts once, so
-        that a long solution with one slip has fewer errors than as many guesses.
+        A slip at the beginning of a solution makes every later number wrong. All of this counts as
+        one error, and a series of guesses counts as many.
         """
-        names = _signature_of_alternative(alternative)
-        if names in self.stated_signatures:
+        claim_signature = _signature_of_alternative(alternative)
+        if claim_signature in self.stated_signatures:
             return "follows"
-        self.stated_signatures.add(names)
+        self.stated_signatures.add(claim_signature)
         rows = [row for relation in alternative for row in self.rows(relation) if row.any()]
         if self.false_rows and rows and self._follows(claim, alternative, rows):
             return "follows"

@@ -104,6 +104,7 @@ class Starts:
         A centre without a place begins in the middle of its circle's points, any other point
         without a place anywhere near 0, with a spread of 0.4. `stretch` is how much larger than the
         picture the figure begins.
+
         The random place is drawn for every point without a place, so that the draws stay in order.
         """
         if point in self.places:
