@@ -34,11 +34,11 @@ from adora_vl.tools.run import Toolbox, choose_tools
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-SIZE = 448  # pixels of a drawn picture's side
+DRAWN_SIZE = 448  # pixels of a drawn picture's side
 SEEN_SIZE = 56  # pixels of its side as the model sees it
 _TOKEN_SIDE = 28  # pixels of an image token's side
-SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
-_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SYSTEM_PROMPT = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
+_IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
 
 
@@ -96,7 +96,7 @@ class _Teacher:
     def prompt(self, corner: str) -> str:
         """Return the prompt that asks for the number in a corner, with the tools described."""
         question = question_for_corner(corner)
-        system_prompt = with_tools(SYSTEM, self.toolbox.schemas)
+        system_prompt = with_tools(SYSTEM_PROMPT, self.toolbox.schemas)
         messages = conversation_with_images(question, n_images=1, system_prompt=system_prompt)
         return str(
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -105,7 +105,7 @@ class _Teacher:
     def single_corner(self) -> Example:
         """Return an example of the first stage: the picture of one corner, and the number in it."""
         number = self.rng.randrange(10, 100)
-        parts = [_prompt(_IMAGE), _completion(answer_with_number(number))]
+        parts = [_prompt(_IMAGE_TOKENS), _completion(answer_with_number(number))]
         return Example(parts, images=[draw_corner_cell(self.rng, number)])
 
     def conversation(self) -> Example:
@@ -114,7 +114,7 @@ class _Teacher:
         The teacher guesses, or calls `zoom` and answers with the number that the tool shows. The
         share of calls is in the plan.
         """
-        image, numbers = draw_numbered_corners(self.rng, SIZE)
+        image, numbers = draw_numbered_corners(self.rng, DRAWN_SIZE)
         corner = self.rng.choice(CORNER_NAMES)
         calls_zoom = self.rng.random() < self.plan.calls
         if not calls_zoom:
@@ -126,7 +126,9 @@ class _Teacher:
         call = zoom_call(called_corner)
         reply = self.toolbox.answer(call, [image], seed="", last=False)
         assert reply is not None
-        reply_text = "".join(part if isinstance(part, str) else _IMAGE for part in reply.parts)
+        reply_text = "".join(
+            part if isinstance(part, str) else _IMAGE_TOKENS for part in reply.parts
+        )
         reply_images = [part for part in reply.parts if isinstance(part, Image.Image)]
         reply_turn = f"\n<|im_start|>user\n{reply_text}{END_OF_TURN}\n<|im_start|>assistant\n"
         parts = [
@@ -204,7 +206,7 @@ def prepare_zoom(plan: ZoomStart) -> UntrainedModel:
     """Return the shipped tiny model with another vocabulary, and the two stages of its training."""
     view = View(low=SEEN_SIZE**2, high=SEEN_SIZE**2, unit=_TOKEN_SIDE)
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
-    system = with_tools(SYSTEM, toolbox.schemas)
+    system = with_tools(SYSTEM_PROMPT, toolbox.schemas)
     # The text around each problem, which the tokenizer learns to write with few tokens.
     surrounding_text = (
         f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"

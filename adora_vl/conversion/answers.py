@@ -118,7 +118,7 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
 _DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
 _GROUPED_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:\.\d{3}){2,}(?![\d,.])")
 _AMBIGUOUS_NUMBER = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
-_BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
+_TEXT_IN_BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_decimal_points(text: str, row_error: MakeRowError) -> str:
@@ -155,7 +155,7 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
         whole_part, decimals = match.groups()
         return f"{whole_part.replace('.', '')}.{decimals}"
 
-    text = _BRACKETS.sub(protect_brackets, text.replace("\0", " "))
+    text = _TEXT_IN_BRACKETS.sub(protect_brackets, text.replace("\0", " "))
     text = _DECIMAL_COMMA.sub(with_decimal_point, text)
     text = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
     # A `;`, or a `|` between two numbers, separates the entries of a list.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OUR_NAMES = ("problem", "answer", "images", "choices", "id")
 # These options say how the columns are read; they stand beside the names of the columns.
 OPTIONS = ("decimal_comma", "answer_is", "image_dir", "text_answers", "keep_options_in_text")
-_SWITCHES = ("decimal_comma", "text_answers", "keep_options_in_text")
+_BOOLEAN_OPTIONS = ("decimal_comma", "text_answers", "keep_options_in_text")
 # What a whole number beside choices is: one of the options, or its index, from 0 or from 1.
 ANSWER_IS = (
     "value",
@@ -142,9 +142,9 @@ _GEOMETRY3K = Columns(
     requires_image=True,
     answer_is="value",
 )
-_CHAT = "messages|conversations"  # the answer is in it too
-_QUESTIONS = "messages|query|conversations|prompt|problem|question"
-_SOLUTIONS = f"solution|response|{_CHAT}"
+_CHAT_COLUMNS = "messages|conversations"  # the answer is in it too
+_QUESTION_COLUMNS = "messages|query|conversations|prompt|problem|question"
+_SOLUTION_COLUMNS = f"solution|response|{_CHAT_COLUMNS}"
 _IMAGES = ("images",)
 _IMAGES_OR_IMAGE = ("images|image",)
 PRESETS = {
@@ -164,8 +164,8 @@ PRESETS = {
     "swift": Preset(
         id=None,
         columns=Columns(
-            problem=_QUESTIONS,
-            answer=_SOLUTIONS,
+            problem=_QUESTION_COLUMNS,
+            answer=_SOLUTION_COLUMNS,
             images=_IMAGES_OR_IMAGE,
             optional=_IMAGES_OR_IMAGE,
         ),
@@ -173,7 +173,10 @@ PRESETS = {
     "llamafactory": Preset(
         id=None,
         columns=Columns(
-            problem=_CHAT, answer=_CHAT, images=_IMAGES_OR_IMAGE, optional=_IMAGES_OR_IMAGE
+            problem=_CHAT_COLUMNS,
+            answer=_CHAT_COLUMNS,
+            images=_IMAGES_OR_IMAGE,
+            optional=_IMAGES_OR_IMAGE,
         ),
     ),
 }
@@ -233,7 +236,7 @@ def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
     """
     options = {name: mapping[name] for name in OPTIONS if name in mapping}
     allowed_values: dict[str, tuple[object, ...]] = {
-        **dict.fromkeys(_SWITCHES, (True, False)),
+        **dict.fromkeys(_BOOLEAN_OPTIONS, (True, False)),
         "answer_is": ANSWER_IS,
     }
     for name, values in allowed_values.items():

@@ -10,9 +10,11 @@ from adora_vl.conversion.placeholders import image_marks_as_words
 _OPTION_LETTER = re.compile(
     r"(?<![A-Za-z0-9\\∠△])(?:[(（\[]\s*([A-Ha-h])\s*[)）\]]|([A-H])\s*[).:：、．])\s*(?=\S)"
 )
-_HEADING = re.compile(r"\s*(?:(?:answer\s+)?(?:choices|options)|选项)\s*[:：]?\s*\Z", re.IGNORECASE)
+_OPTIONS_HEADING = re.compile(
+    r"\s*(?:(?:answer\s+)?(?:choices|options)|选项)\s*[:：]?\s*\Z", re.IGNORECASE
+)
 _HOW_TO_ANSWER = re.compile(r"answer|choose|select|option|letter|boxed|选", re.IGNORECASE)
-_LONGEST = 200  # characters of an option
+_LONGEST_OPTION = 200  # characters of an option
 
 
 class ProblemAndOptions(NamedTuple):
@@ -50,9 +52,9 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
         return None
     options = [text.strip().rstrip(",;，；").strip() for text in texts]
     for option in options:
-        if not option or "\n" in option or len(option) > _LONGEST:
+        if not option or "\n" in option or len(option) > _LONGEST_OPTION:
             return None
-    question = _HEADING.sub("", problem[: letter_matches[0].start()]).rstrip()
+    question = _OPTIONS_HEADING.sub("", problem[: letter_matches[0].start()]).rstrip()
     # An option with the mark of an image, `<image2>`, needs the picture in its place.
     has_image_option = any(image_marks_as_words(option) != option for option in options)
     if not question or has_image_option:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from adora_vl.conversion.duplicates import AnsweredRow, SeenRows, write_without_contradictions
 from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import RawProblem, RowError, RowReaders, to_row
-from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, WARNING_TEXTS, Quarantine
+from adora_vl.conversion.quarantine import LEAK_REASON, MAX_SHARE, WARNING_TEXTS, Quarantine
 from adora_vl.conversion.workers import ordered_map
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, PixelLimits
@@ -274,7 +274,9 @@ class Deduplicator:
             f"the diagram and question of {match.row_id} stand in this training row too "
             f"(by {match.comparison} comparison)"
         )
-        return cleaned.row_error(LEAK, wrong=wrong, remedy="keep such rows with --keep-leaks")
+        return cleaned.row_error(
+            LEAK_REASON, wrong=wrong, remedy="keep such rows with --keep-leaks"
+        )
 
 
 @dataclass(frozen=True)

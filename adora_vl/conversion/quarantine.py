@@ -19,7 +19,7 @@ from adora_vl.conversion.problem import RowError
 from adora_vl.utils.cli import MultiLineUserError, pluralize, short_repr
 
 QUARANTINE_NAME = "quarantine.jsonl"
-LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
+LEAK_REASON = "leak"  # a sound row of the training split that stands in a held-out one too
 MAX_SHARE = 0.02  # with a larger share of broken rows, the source itself is taken for broken
 _SUFFIX_BY_FIRST_BYTES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
 
@@ -54,7 +54,7 @@ class Quarantine:
             # In ASCII even half a surrogate pair can be written.
             stream.write(json.dumps(line, sort_keys=True) + "\n")
         self._row_count += 1
-        if error.reason != LEAK:
+        if error.reason != LEAK_REASON:
             self.unusable_count += 1
         # A row with two faults of one reason counts once for it.
         fault_by_reason = {fault.reason: fault for fault in (*error.further_faults, error)}
@@ -102,7 +102,7 @@ class Quarantine:
             finding = f"input: all of {pluralize(rows, 'row')} are left out"
         reason_lines = []
         for reason, count in self.reason_counts.most_common():
-            if reason != LEAK or lists_leaks:
+            if reason != LEAK_REASON or lists_leaks:
                 first_fault = self._first_fault_by_reason[reason]
                 reason_lines.append(
                     f"{reason}: {pluralize(count, 'row')}, the first is {first_fault}"
@@ -147,7 +147,7 @@ def first_detail_per_reason(folder: Path) -> list[str]:
         for line in map(json.loads, stream):
             for fault in (line, *line.get("also", ())):
                 reason = fault["reason"]
-                if reason != LEAK and reason not in detail_by_reason:
+                if reason != LEAK_REASON and reason not in detail_by_reason:
                     # The detail of the row's first fault begins with its id already.
                     row_id = "" if fault is line else f"{line['id']}: "
                     detail_by_reason[reason] = f"{row_id}{fault['detail']}"

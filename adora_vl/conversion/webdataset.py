@@ -14,7 +14,7 @@ from adora_vl.conversion.problem import MAX_FILE_BYTES, ROW_LOCATION
 from adora_vl.conversion.records import BadRecord
 from adora_vl.utils.cli import read_json
 
-KEY = "__key__"  # the column with the name of a row, as webdataset calls it
+KEY_COLUMN = "__key__"  # the column with the name of a row, as webdataset calls it
 _PICTURE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "bmp", "gif")
 _TEXT_SUFFIXES = ("txt", "text", "cls", "json")
 
@@ -54,7 +54,7 @@ def _read_sample(
         key: the name of the row.
         members: the files of the row.
     """
-    row: dict[str, Any] = {KEY: key}
+    row: dict[str, Any] = {KEY_COLUMN: key}
     for member in members:
         # `0001.left.png` is the column `left.png` of the row `0001`, a picture.
         column = PurePosixPath(member.name).name.partition(".")[2].lower()

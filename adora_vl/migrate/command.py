@@ -48,7 +48,7 @@ _TAKES_VALUE_BY_OPTION = {
     "--help": False,
     "-h": False,
 }
-_ENDINGS = (".yaml", ".yml", ".json", ".sh", ".bash", ".slurm")
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash", ".slurm")
 _EPILOG = """\
 examples:
   python -m adora_vl.migrate easyr1 examples/qwen2_5_vl_3b_geo3k_grpo.sh
@@ -172,7 +172,7 @@ def _is_config(word: str) -> bool:
     """Return whether a word names a config: a file that exists, or a name with such an ending."""
     if word.startswith("--") or "=" in word:
         return False
-    return Path(word).suffix in _ENDINGS or path_exists(Path(word))
+    return Path(word).suffix in _CONFIG_SUFFIXES or path_exists(Path(word))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

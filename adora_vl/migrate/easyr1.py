@@ -24,7 +24,7 @@ _ACTOR = "worker.actor."
 _MODEL = "worker.actor.model."
 _ROLLOUT = "worker.rollout."
 _DEFAULTS_FILE = Path(__file__).with_name("easyr1_defaults.yaml")
-_NAMES: KeyMap = {
+_KEY_MAP: KeyMap = {
     "model_name_or_path": (f"{_MODEL}model_path", None),
     "PROMPTS_PER_GENERATION": ("data.rollout_batch_size", 512),
     "PROMPTS_PER_STEP": (f"{_ACTOR}global_batch_size", 256),
@@ -61,8 +61,8 @@ _NAMES: KeyMap = {
     "max_pixels": ("data.max_pixels", 4194304),
     "seed": ("data.seed", 1),
 }
-_REWARD = "worker.reward.reward_function"
-_OLDER_REWARD = "worker.reward.score_function"
+_REWARD_FILE_KEY = "worker.reward.reward_function"
+_OLDER_REWARD_FILE_KEY = "worker.reward.score_function"
 
 
 def convert_easyr1(migration: Migration) -> LaunchPlan:
@@ -71,7 +71,7 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.key_map = _NAMES
+    migration.key_map = _KEY_MAP
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
     convert_direct_keys(migration)
     convert_lora(migration)
@@ -138,7 +138,7 @@ def _convert_reward(migration: Migration) -> None:
     Without one the reward is `accuracy`, and a remark says so.
     """
     migration.ignore("worker.reward.reward_type")
-    name = _REWARD if migration.get(_REWARD) else _OLDER_REWARD
+    name = _REWARD_FILE_KEY if migration.get(_REWARD_FILE_KEY) else _OLDER_REWARD_FILE_KEY
     entry = migration.get(name)
     file, _, function = str(entry or "").partition(":")
     if not file.endswith(".py"):

@@ -25,7 +25,7 @@ _LOSS_TYPE_BY_AVERAGING = {
 _CLIPPED_LOSSES = ("default", "vanilla")
 _SEQUENCE_LOSSES = ("gspo", "gspo_token")
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
-_ESTIMATOR = "algorithm.adv_estimator"
+_ESTIMATOR_KEY = "algorithm.adv_estimator"
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,14 @@ def convert_loss(migration: Migration) -> None:
 
     The key `LOSS_AVERAGING` of `migration.key_map` is how the loss is averaged, such as `token`.
     """
-    estimator = migration.get(_ESTIMATOR, "grpo")
-    migration.set_key("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
+    estimator = migration.get(_ESTIMATOR_KEY, "grpo")
+    migration.set_key("adora_method", "grpo", _ESTIMATOR_KEY, note="adora for ADORA")
     if estimator != "grpo":
-        migration.unmatched[_ESTIMATOR] = f"{estimator} is no method here; docs/methods.md has all"
+        migration.unmatched[_ESTIMATOR_KEY] = (
+            f"{estimator} is no method here; docs/methods.md has all"
+        )
         migration.add_remark(
-            f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all"
+            f"method: {_ESTIMATOR_KEY}: {estimator} became grpo; docs/methods.md has all"
         )
     averaging_name = migration.mapped_name("LOSS_AVERAGING")
     averaging = migration.get_mapped("LOSS_AVERAGING")

@@ -12,7 +12,7 @@ from adora_vl.migrate.trl import copy_equal_keys, set_dataset, sharding_config_n
 from adora_vl.utils.errors import UserError
 
 # Keys of ms-swift that TRL has under another name.
-_RENAMED = {
+_OUR_KEY_BY_NAME = {
     "model": "model_name_or_path",
     "vllm_max_model_len": "vllm_max_model_length",
     "torch_dtype": "dtype",
@@ -21,7 +21,7 @@ _RENAMED = {
     "vllm_enforce_eager": "adora_vllm_enforce_eager",
 }
 # The name in ms-swift and its default there by our key, where TRL has another default or name.
-_DEFAULTS: dict[str, tuple[str, Any]] = {
+_NAMES_AND_DEFAULTS: dict[str, tuple[str, Any]] = {
     "beta": ("beta", 0.04),
     "temperature": ("temperature", 0.9),
     "top_p": ("top_p", 0.9),
@@ -50,7 +50,7 @@ _LORA_DEFAULTS: dict[str, tuple[str, Any]] = {
 # The default learning rate by what is trained
 _LEARNING_RATES = {"full": 1e-5, "lora": 1e-4}
 # What ms-swift's reward functions are called here
-_REWARDS = {"accuracy": "accuracy", "format": "think_answer_format"}
+_PRESET_BY_REWARD = {"accuracy": "accuracy", "format": "think_answer_format"}
 _UNMATCHED_DEFAULTS = {
     "split_dataset_ratio": 0.0,
     "truncation_strategy": "left",
@@ -63,14 +63,9 @@ _UNMATCHED_DEFAULTS = {
     "log_entropy": False,
     "top_entropy_quantile": 1.0,
 }
-_COLUMNS = {
-    "problem": "messages|query|conversations|prompt|problem|question",
-    "answer": "solution|response|messages|conversations",
-    "images": "images|image",
-}
-_HUBS = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
+_HUB_PREFIXES = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
 # In `owner/name:train` the word after the colon is a split if it is one of these, else a subset.
-_SPLITS = ("train", "test", "validation", "val")
+_SPLIT_NAMES = ("train", "test", "validation", "val")
 # Our name of a part of the model, and whether ms-swift freezes it by default, by the key there.
 _MODEL_PARTS = {
     "freeze_vit": ("vision_tower", True),
@@ -93,10 +88,10 @@ def convert_swift(migration: Migration) -> LaunchPlan:
         )
     if not migration.get("model"):
         migration.add_remark("model missing: model is not set; write model_name_or_path")
-    for name, key in _RENAMED.items():
+    for name, key in _OUR_KEY_BY_NAME.items():
         migration.copy_key(key, name)
     migration.set_method()
-    for key, (name, default) in _DEFAULTS.items():
+    for key, (name, default) in _NAMES_AND_DEFAULTS.items():
         migration.copy_key(key, name, default)
     _convert_tuner(migration)
     _convert_loss(migration)
@@ -193,15 +188,17 @@ def _convert_data(migration: Migration) -> None:
     ms-swift writes a data set as `hf::owner/name:train#500`: a hub, an id, a split or a subset, and
     a number of rows. All but the hub and the id may be left out.
     """
+    from adora_vl.conversion.columns import PRESETS  # importing it takes a second
+
     dataset_words = to_words(migration.get("dataset") or [])
     names, row_counts = split_at_sign(dataset_words, "#")
     names = [_without_hub(name) for name in names]
     names, splits_and_subsets = split_at_sign(names, ":")
-    splits = [word for word in splits_and_subsets if word in _SPLITS]
-    subsets = [word for word in splits_and_subsets if word not in _SPLITS]
+    splits = [word for word in splits_and_subsets if word in _SPLIT_NAMES]
+    subsets = [word for word in splits_and_subsets if word not in _SPLIT_NAMES]
     # `set_dataset` reads the names from here, now without what stood around them.
     migration.source.values = {**migration.source.values, "dataset": names}
-    set_dataset(migration, "dataset", _COLUMNS)
+    set_dataset(migration, "dataset", PRESETS["swift"].columns.to_mapping())
     if row_counts:
         migration.add_remark(
             f"data: dataset: only {', '.join(row_counts)} rows were asked for; all are read"
@@ -235,7 +232,7 @@ def _convert_data(migration: Migration) -> None:
 
 def _without_hub(name: str) -> str:
     """Return the name of a data set without the prefix for the hub that ms-swift reads it from."""
-    for prefix in _HUBS:
+    for prefix in _HUB_PREFIXES:
         if name.lower().startswith(prefix):
             return name[len(prefix) :]
     return name
@@ -245,8 +242,8 @@ def _convert_rewards(migration: Migration) -> None:
     """Convert the reward functions that this package has too, and add a remark on the others."""
     entries = to_words(migration.get("reward_funcs") or [])
     plugins = migration.get("external_plugins")
-    presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
-    unknown_entries = [entry for entry in entries if entry not in _REWARDS]
+    presets = [_PRESET_BY_REWARD[entry] for entry in entries if entry in _PRESET_BY_REWARD]
+    unknown_entries = [entry for entry in entries if entry not in _PRESET_BY_REWARD]
     if presets:
         migration.set_key("adora_reward", presets, "reward_funcs")
     else:

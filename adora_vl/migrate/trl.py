@@ -13,7 +13,7 @@ from adora_vl.migrate.source import parse_launcher_options
 from adora_vl.utils.cli import read_mapping
 
 # What TRL's own reward functions are called here.
-_REWARDS = {
+_PRESET_BY_REWARD = {
     "accuracy_reward": "accuracy",
     "reasoning_accuracy_reward": "accuracy",
     "think_format_reward": "think_format",
@@ -28,7 +28,7 @@ _DEFAULTS = {
 # Processes in those of TRL's own configs of accelerate that shard the model
 _SHARDED_PROCESSES = 8
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node")
-_COLUMNS = {
+_USUAL_COLUMNS = {
     "problem": "prompt|problem|question",
     "answer": "solution|answer",
     "images": "images|image",
@@ -44,7 +44,7 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     migration.defaults = _DEFAULTS
     migration.set_method()
     _convert_rewards(migration)
-    set_dataset(migration, "dataset_name", _COLUMNS)
+    set_dataset(migration, "dataset_name", _USUAL_COLUMNS)
     migration.set_key("adora_system_prompt", None, note="TRL's data has its own")
     migration.set_key("adora_prompt", None, note="the prompt of the row alone")
     migration.add_remark(
@@ -163,8 +163,8 @@ def _convert_rewards(migration: Migration) -> None:
     for entry in entries:
         # an entry may be the dotted path of a function: `trl.rewards.accuracy_reward`
         _, _, function_name = entry.rpartition(".")
-        if function_name in _REWARDS:
-            presets.append(_REWARDS[function_name])
+        if function_name in _PRESET_BY_REWARD:
+            presets.append(_PRESET_BY_REWARD[function_name])
         else:
             unknown_entries.append(entry)
     if presets:

@@ -23,7 +23,7 @@ _MODEL = "actor_rollout_ref.model."
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _DEFAULTS_FILE = Path(__file__).with_name("verl_defaults.yaml")
-_NAMES: KeyMap = {
+_KEY_MAP: KeyMap = {
     "model_name_or_path": (f"{_MODEL}path", None),
     "PROMPTS_PER_GENERATION": ("data.train_batch_size", 1024),
     "PROMPTS_PER_STEP": (f"{_ACTOR}ppo_mini_batch_size", 256),
@@ -65,10 +65,10 @@ _NAMES: KeyMap = {
 _CORRECTION = "algorithm.rollout_correction."
 # Names of "take the engine's log-probabilities as the old ones": the present and an earlier one.
 _BYPASS_MODES = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout")
-_REWARD = "custom_reward_function.path"
-_FUNCTION = "custom_reward_function.name"
-_ARGUMENTS = "custom_reward_function.reward_kwargs"
-_REWARD_MODEL = "reward_model.model.path"
+_REWARD_FILE_KEY = "custom_reward_function.path"
+_REWARD_FUNCTION_KEY = "custom_reward_function.name"
+_REWARD_ARGUMENTS_KEY = "custom_reward_function.reward_kwargs"
+_REWARD_MODEL_KEY = "reward_model.model.path"
 
 
 def convert_verl(migration: Migration) -> LaunchPlan:
@@ -77,7 +77,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.key_map = _NAMES
+    migration.key_map = _KEY_MAP
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
     convert_direct_keys(migration)
     # The key after `warmup_style`, the older one, which verl takes where a config has both.
@@ -126,14 +126,16 @@ def _convert_reward(migration: Migration) -> None:
 
     Without one the reward is `accuracy`, and a remark says what the config has in its place.
     """
-    function = migration.get(_FUNCTION, "compute_score")
-    file = migration.get(_REWARD)
+    function = migration.get(_REWARD_FUNCTION_KEY, "compute_score")
+    file = migration.get(_REWARD_FILE_KEY)
     if file:
         reward = f"{migration.resolve_path(file)}:{function}"
-        convert_reward_function(migration, _REWARD, reward, options_name=_ARGUMENTS)
+        convert_reward_function(
+            migration, _REWARD_FILE_KEY, reward, options_name=_REWARD_ARGUMENTS_KEY
+        )
         return
     if migration.get("reward_model.enable", False):
-        model = migration.get(_REWARD_MODEL, "a reward model")
+        model = migration.get(_REWARD_MODEL_KEY, "a reward model")
         migration.set_key("adora_reward", ["accuracy"], note="theirs is a reward model")
         migration.add_remark(
             f"reward missing: {model} gives it there; adora_reward is accuracy; serve the model "

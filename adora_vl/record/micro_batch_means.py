@@ -21,7 +21,7 @@ _RATIO_MEANS = (
 )
 _MEANS_OVER_ROLLOUTS = ("vespo/phi_seq_mean",)
 # The smallest and the largest share of a rollout's tokens that are clipped.
-_EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
+_EXTREME_CLIP_SHARES = ("clip_ratio/low_min", "clip_ratio/high_max")
 # A mean over rollouts or tokens, as the loss is.
 _POLICY_LOSS = "policy_loss"
 
@@ -109,7 +109,7 @@ class MicroBatchMeans:
             *_MEANS_OVER_TOKENS,
             *_RATIO_MEANS,
             *_MEANS_OVER_ROLLOUTS,
-            *_EXTREMES,
+            *_EXTREME_CLIP_SHARES,
             _POLICY_LOSS,
         )
         count_by_name = {name: len(self._metrics.get(name, ())) for name in names}

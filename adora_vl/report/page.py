@@ -19,16 +19,16 @@ from adora_vl.utils.files import replace_file, unwritable_error
 # What is taken for a formula in a text. The page searches with the same expression, so that both
 # find the same formulas: it means the same in Python and JavaScript. Every repetition has a bound,
 # so no text can make it slow.
-_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
+_TEXT_IN_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
 FORMULA = (
     r"\$\$[^$]{1,400}\$\$"
     # but not `$5 and $6`, nor `$6. $`
     r"|\$(?:\s[^$\n]{1,400}\s|[^\s$](?:[^$\n]{0,400}[^\s$])?)\$(?!\d)"
     r"|\\\([^\n]{1,400}?\\\)"
     r"|\\\[[\s\S]{1,400}?\\\]"
-    rf"|\\boxed\s?{_BRACES}"
+    rf"|\\boxed\s?{_TEXT_IN_BRACES}"
     # a command alone in prose
-    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_BRACES}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"
+    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_TEXT_IN_BRACES}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"
 )
 # Different formulas in a page; each takes a fifth of a millisecond and 50 bytes
 MAX_FORMULAS = 10_000
@@ -191,8 +191,8 @@ class _MathTreeBuilder:
 
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
-_VIEWER = Path(__file__).with_name("viewer")
-_SCRIPTS = (
+_VIEWER_FOLDER = Path(__file__).with_name("viewer")
+_SCRIPT_FILES = (
     "dom.js",
     "formulas.js",
     "steps.js",
@@ -230,8 +230,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         views: what is shown of each run.
         images: the diagrams as data URIs, by name.
     """
-    style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
-    script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    style = (_VIEWER_FOLDER / "viewer.css").read_text(encoding="utf-8")
+    script = "".join((_VIEWER_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPT_FILES)
     # Only the style and the scripts of this package run: a text of a model cannot bring its own.
     policy = (
         f"default-src 'none'; img-src data:; style-src {_content_hash(style)}; "
@@ -260,7 +260,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "TEXTS": _compress_json(texts),
         "SCRIPT": script,
     }
-    template = (_VIEWER / "page.html").read_text(encoding="utf-8")
+    template = (_VIEWER_FOLDER / "page.html").read_text(encoding="utf-8")
     html, *parts = template.split("{{")
     # All placeholders `{{NAME}}` are replaced in one pass. If a value contains such a text itself,
     # that text has to stay.

@@ -12,7 +12,7 @@ from adora_vl.record.record_files import RecordFile, read_record_file
 from adora_vl.record.result import first_and_last_fifth
 from adora_vl.utils.cli import pluralize
 
-_COLUMNS = [
+_SUMMARISED_COLUMNS = [
     "step",
     "group",
     "verdict",
@@ -100,7 +100,7 @@ def summarise_run(record: Sequence[RecordFile]) -> list[str]:
 
 def _read_groups(record_file: RecordFile) -> Iterable[GroupSummary]:
     """Yield the summary of each group in a file of the record, in the order of the file."""
-    rows = read_record_file(record_file, _COLUMNS).to_pylist()
+    rows = read_record_file(record_file, _SUMMARISED_COLUMNS).to_pylist()
     # the rows of a group follow one another
     for _, group_rows in groupby(rows, key=itemgetter("step", "group")):
         yield _summarise_group(list(group_rows))

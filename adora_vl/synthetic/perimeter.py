@@ -20,8 +20,8 @@ from adora_vl.synthetic.families import SyntheticProblem, jitter, label_inset
 USUAL_DIGITS = (7, 3)  # the two last digits, one of which is the answer of most problems
 USUAL_SHARE = 0.75  # the share of the problems whose answer is a usual digit
 # Workings differ in length by wording alone, so that their length does not count digits.
-_OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
-_ADDITIONS = ("{} + {} = {}. ", "{}+{}={}. ")
+_OPENING_WORDINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
+_ADDITION_WORDINGS = ("{} + {} = {}. ", "{}+{}={}. ")
 
 
 def perimeter_digit(
@@ -125,10 +125,10 @@ def write_working(
         mistakes.append(1 if step == slip_at or rng.random() < slip_share else 0)
     total = sides[0] + mistakes[0]
     second_side = sides[1] + mistakes[1]
-    text = rng.choice(_OPENINGS).format(total, second_side)
+    text = rng.choice(_OPENING_WORDINGS).format(total, second_side)
     for side, mistake in zip((second_side, *sides[2:]), mistakes[2:], strict=True):
         next_total = total + side + mistake
-        text += rng.choice(_ADDITIONS).format(total, side, next_total)
+        text += rng.choice(_ADDITION_WORDINGS).format(total, side, next_total)
         total = next_total
     return f"{text}\\boxed{{{total % 10}}}"
 

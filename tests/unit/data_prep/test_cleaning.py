@@ -14,7 +14,7 @@ from PIL import Image
 
 from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
 from adora_vl.conversion.problem import RowError
-from adora_vl.conversion.quarantine import LEAK, Quarantine
+from adora_vl.conversion.quarantine import LEAK_REASON, Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
 from adora_vl.utils.errors import UserError
@@ -488,11 +488,11 @@ def test_a_source_of_leaks_alone_is_refused_without_a_share_of_unusable_rows(tmp
     quarantine = Quarantine(tmp_path)
     for number in range(3):
         quarantine.add(
-            "train", RowError(f"r{number}", LEAK, "is in the test split", "leave it out")
+            "train", RowError(f"r{number}", LEAK_REASON, "is in the test split", "leave it out")
         )
     with pytest.raises(UserError) as refusal:
         quarantine.check(rows=3, stored=0, allowed_share=0.02, quarantine_folder=tmp_path)
     message = str(refusal.value)
     assert "input: all of 3 rows are left out" in message
-    assert f"{LEAK}: 3 rows, the first is r0" in message
+    assert f"{LEAK_REASON}: 3 rows, the first is r0" in message
     assert "cannot be used, over" not in message

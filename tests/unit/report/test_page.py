@@ -17,7 +17,13 @@ from adora_vl.record.phases import PHASES
 from adora_vl.record.record_files import list_record_files, read_record_files, write_record_file
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
-from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, convert_formulas, latex_to_mathml
+from adora_vl.report.page import (
+    _SCRIPT_FILES,
+    _VIEWER_FOLDER,
+    build_page,
+    convert_formulas,
+    latex_to_mathml,
+)
 from adora_vl.report.run_view import ROLLOUT_FIELDS, load_run
 from adora_vl.report.weight_reason import weight_reason
 from tests.support.browser import TagsOfPage
@@ -434,8 +440,8 @@ def test_the_page_is_self_contained(tmp_path):
     }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
     assert unpack_data(attacked)["runs"][0]["groups"][0]["id"] == ATTACKING_HTML
-    for name in _SCRIPTS:
-        script = (_VIEWER / name).read_text()
+    for name in _SCRIPT_FILES:
+        script = (_VIEWER_FOLDER / name).read_text()
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser",
             script,
@@ -447,8 +453,10 @@ def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
 
     A phase that it lacked would be missing from the seconds of a step.
     """
-    phases_in_script = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
-    styles = (_VIEWER / "viewer.css").read_text()
+    phases_in_script = re.search(
+        r"const PHASES = (\[.*\]);", (_VIEWER_FOLDER / "curves.js").read_text()
+    )
+    styles = (_VIEWER_FOLDER / "viewer.css").read_text()
     assert phases_in_script is not None
     assert sorted(json.loads(phases_in_script[1])) == sorted(PHASES)
     for phase in PHASES:
