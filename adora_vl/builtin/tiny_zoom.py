@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DRAWN_SIZE = 448  # pixels of a drawn picture's side
 SEEN_SIZE = 56  # pixels of its side as the model sees it
 _TOKEN_SIDE = 28  # pixels of an image token's side
-SYSTEM_PROMPT = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
+ZOOM_SYSTEM_PROMPT = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
 
@@ -96,7 +96,7 @@ class _Teacher:
     def prompt(self, corner: str) -> str:
         """Return the prompt that asks for the number in a corner, with the tools described."""
         question = question_for_corner(corner)
-        system_prompt = with_tools(SYSTEM_PROMPT, self.toolbox.schemas)
+        system_prompt = with_tools(ZOOM_SYSTEM_PROMPT, self.toolbox.schemas)
         messages = conversation_with_images(question, n_images=1, system_prompt=system_prompt)
         return str(
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -206,7 +206,7 @@ def prepare_zoom(plan: ZoomStart) -> UntrainedModel:
     """Return the shipped tiny model with another vocabulary, and the two stages of its training."""
     view = View(low=SEEN_SIZE**2, high=SEEN_SIZE**2, unit=_TOKEN_SIDE)
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
-    system = with_tools(SYSTEM_PROMPT, toolbox.schemas)
+    system = with_tools(ZOOM_SYSTEM_PROMPT, toolbox.schemas)
     # The text around each problem, which the tokenizer learns to write with few tokens.
     surrounding_text = (
         f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
