@@ -29,15 +29,16 @@ from adora_vl.rewards.completion import last_adjacent_boxes
 from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import DuplicateKeyError, read_json, short_repr
 
-_OPTION_LETTER = re.compile(r"\(?([A-Z])[).]?")
-_SMALL_OPTION_LETTER = re.compile(r"\(?([a-h])[).]?")
+_OPTION_LETTER_PATTERN = re.compile(r"\(?([A-Z])[).]?")
+_SMALL_OPTION_LETTER_PATTERN = re.compile(r"\(?([a-h])[).]?")
 # A letter before an option: `A. 3`, `(A) 3`.
-_LETTER_BEFORE_OPTION = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
-_ANSWER_BLOCK = re.compile(
+_LETTER_BEFORE_OPTION_PATTERN = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
+_ANSWER_BLOCK_PATTERN = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
-_GSM8K_ANSWER = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # solutions of GSM8K end so
-_INDEX = re.compile(r"[0-9]{1,2}")
+# a solution of GSM8K ends in a line `#### 4`
+_GSM8K_ANSWER_PATTERN = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)
+_INDEX_PATTERN = re.compile(r"[0-9]{1,2}")
 Record = Mapping[str, Any]  # a row of a user's table by its columns, as `pick_columns` returns it
 
 
@@ -97,14 +98,14 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     Before that, the tags of a text that is a single `<answer>` block are removed, and so is all
     text up to the last `</think>`.
     """
-    answer_block = _ANSWER_BLOCK.fullmatch(text)
+    answer_block = _ANSWER_BLOCK_PATTERN.fullmatch(text)
     if answer_block:
         text = answer_block[1]
     text = text_after_thinking(text) or text  # a draft inside a block of thinking is no answer
     boxes = last_adjacent_boxes(text, answer_tags=False)
     if boxes and all(boxes):
         return TableAnswer(text=", ".join(boxes), was_extracted=False)
-    gsm8k_answer = _GSM8K_ANSWER.fullmatch(text)
+    gsm8k_answer = _GSM8K_ANSWER_PATTERN.fullmatch(text)
     if gsm8k_answer:
         return TableAnswer(text=gsm8k_answer[1].strip(), was_extracted=False)
     if keeps_sentences:
@@ -115,10 +116,12 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     )
 
 
-_DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
-_GROUPED_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:\.\d{3}){2,}(?![\d,.])")
-_AMBIGUOUS_NUMBER = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
-_TEXT_IN_BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
+_DECIMAL_COMMA_PATTERN = re.compile(
+    r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])"
+)
+_GROUPED_THOUSANDS_PATTERN = re.compile(r"(?<![\d,.])\d{1,3}(?:\.\d{3}){2,}(?![\d,.])")
+_AMBIGUOUS_NUMBER_PATTERN = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
+_TEXT_IN_BRACKETS_PATTERN = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_decimal_points(text: str, row_error: MakeRowError) -> str:
@@ -132,7 +135,7 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
 
     Raises `RowError`, which `row_error` makes, for `1.234`, which may be 1234 or 1.234.
     """
-    ambiguous = _AMBIGUOUS_NUMBER.search(text)
+    ambiguous = _AMBIGUOUS_NUMBER_PATTERN.search(text)
     if ambiguous:
         number = ambiguous[0]
         raise row_error(
@@ -155,9 +158,9 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
         whole_part, decimals = match.groups()
         return f"{whole_part.replace('.', '')}.{decimals}"
 
-    text = _TEXT_IN_BRACKETS.sub(protect_brackets, text.replace("\0", " "))
-    text = _DECIMAL_COMMA.sub(with_decimal_point, text)
-    text = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
+    text = _TEXT_IN_BRACKETS_PATTERN.sub(protect_brackets, text.replace("\0", " "))
+    text = _DECIMAL_COMMA_PATTERN.sub(with_decimal_point, text)
+    text = _GROUPED_THOUSANDS_PATTERN.sub(lambda match: match[0].replace(".", ""), text)
     # A `;`, or a `|` between two numbers, separates the entries of a list.
     text = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", text)
     # Each NUL becomes the brackets again that it stands for.
@@ -310,7 +313,7 @@ def _strip_option_letters(options: list[str]) -> list[str]:
 
     `A. 3` and `B. 4` give 3 and 4. `A. 3` and `C. 4` stay as they are.
     """
-    matches = [_LETTER_BEFORE_OPTION.match(option) for option in options]
+    matches = [_LETTER_BEFORE_OPTION_PATTERN.match(option) for option in options]
     for match, letter in zip(matches, ascii_uppercase, strict=False):
         if match is None or match[1] != letter:
             return options
@@ -343,7 +346,7 @@ def option_letter(
             f"there are {len(choices)} options",
             f"leave at most {len(ascii_uppercase)} in {ROW_LOCATION}",
         )
-    index = int(answer) if _INDEX.fullmatch(answer) else None
+    index = int(answer) if _INDEX_PATTERN.fullmatch(answer) else None
     if index is not None and answer_is in ("index", "index-from-1"):
         position = index if answer_is == "index" else index - 1
         if 0 <= position < len(choices):
@@ -385,7 +388,7 @@ def _letters_of_index(index: int, letters: str) -> list[str]:
 
 def _capitalize_letter(answer: str, choices: Sequence[str]) -> str:
     """Return `B` for an answer `b` or `(b)` that is no option itself; any other answer as it is."""
-    small = _SMALL_OPTION_LETTER.fullmatch(answer)
+    small = _SMALL_OPTION_LETTER_PATTERN.fullmatch(answer)
     if small and answer not in choices:
         return small[1].upper()
     return answer
@@ -408,7 +411,7 @@ def _matching_letters(answer: str, choices: Sequence[str], letters: str) -> _Mat
         choices: the texts of the options.
         letters: their letters, such as `AB` for two options.
     """
-    match = _OPTION_LETTER.fullmatch(answer)
+    match = _OPTION_LETTER_PATTERN.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     choice_by_letter = dict(zip(letters, choices, strict=True))
     by_text = [letter for letter, choice in choice_by_letter.items() if choice == answer]
@@ -420,7 +423,7 @@ def _matching_letters(answer: str, choices: Sequence[str], letters: str) -> _Mat
             if canonical_gold(choice) == canonical_answer:
                 by_text.append(letter)
     # `B. 4`: the letter counts if 4 is the text of option B.
-    letter_before_text = _LETTER_BEFORE_OPTION.match(answer)
+    letter_before_text = _LETTER_BEFORE_OPTION_PATTERN.match(answer)
     if letter_before_text and letter_before_text[1] in letters:
         choice = choice_by_letter[letter_before_text[1]]
         text = answer[letter_before_text.end() :].strip()

@@ -11,15 +11,15 @@ _ROLE_BY_SHAREGPT_NAME = {
     "gpt": "assistant",
 }  # the roles of ShareGPT in OpenAI's words
 _PICTURE_PART_TYPES = ("image", "image_url")
-_SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
+_SENTENCE_ENDS_PATTERN = re.compile(r"(?<=[.?!:])\s+|\n+")
 # Each of the sentences of an instruction has one of these words, and one of them a format.
-_ANSWER_INSTRUCTION = re.compile(
+_ANSWER_INSTRUCTION_PATTERN = re.compile(
     r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking "
     r"process|internal monologue"
     r"|final answer|thinks? (?:first|about)",
     re.IGNORECASE,
 )
-_FORMAT_INSTRUCTION = re.compile(
+_FORMAT_INSTRUCTION_PATTERN = re.compile(
     r"</?think>|</?answer>|\\boxed\s*\{\s*\}|####|step[ -]by[ -]step", re.IGNORECASE
 )
 
@@ -64,7 +64,7 @@ def answer_of_chat(value: object) -> str | None:
     return _content_as_text(answers[0]) if len(answers) == 1 else None
 
 
-_IMG_TAG = re.compile(
+_IMG_TAG_PATTERN = re.compile(
     r"<img>([^<>]+)</img>|<img\s[^<>]*?src\s*=\s*[\"']([^\"'<>]+)[\"'][^<>]*>", re.IGNORECASE
 )
 
@@ -84,8 +84,8 @@ def replace_img_tags(text: str) -> TextAndPaths:
     if "<img" not in text.lower():  # most texts, which the expression below would search slowly
         return TextAndPaths(text, paths=[])
     # The path is in the first group for `<img>PATH</img>`, in the second for `<img src="PATH">`.
-    paths = [(match[1] or match[2]).strip() for match in _IMG_TAG.finditer(text)]
-    return TextAndPaths(_IMG_TAG.sub(IMAGE_PLACEHOLDER, text), paths)
+    paths = [(match[1] or match[2]).strip() for match in _IMG_TAG_PATTERN.finditer(text)]
+    return TextAndPaths(_IMG_TAG_PATTERN.sub(IMAGE_PLACEHOLDER, text), paths)
 
 
 def _contents_of_role(value: object, wanted_role: str) -> list[Any]:
@@ -160,16 +160,16 @@ def split_off_instruction(problem: str) -> ProblemAndInstruction:
     where there are no such sentences, or where nothing stands before them.
     """
     no_instruction = ProblemAndInstruction(problem, instruction="")
-    sentence_starts = [0, *(gap.end() for gap in _SENTENCE_ENDS.finditer(problem))]
+    sentence_starts = [0, *(gap.end() for gap in _SENTENCE_ENDS_PATTERN.finditer(problem))]
     # Go backwards from the last sentence, as long as each one says how to answer.
     instruction_start = len(problem)
     for start in reversed(sentence_starts):
         sentence = problem[start:instruction_start]
-        if sentence.strip() and not _ANSWER_INSTRUCTION.search(sentence):
+        if sentence.strip() and not _ANSWER_INSTRUCTION_PATTERN.search(sentence):
             break
         instruction_start = start
     question = problem[:instruction_start].rstrip()
     instruction = problem[instruction_start:].strip()
-    if not question or not _FORMAT_INSTRUCTION.search(instruction):
+    if not question or not _FORMAT_INSTRUCTION_PATTERN.search(instruction):
         return no_instruction
     return ProblemAndInstruction(question, instruction)

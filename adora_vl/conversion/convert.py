@@ -28,7 +28,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file
 from adora_vl.utils.hashing import content_hash
 
-_DATA_SET_NAME = re.compile(r"[\w.-]{1,80}")
+_DATA_SET_NAME_PATTERN = re.compile(r"[\w.-]{1,80}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def convert(
             the folder `OUTPUT.quarantine` with the unusable rows where these are too many.
     """
     conversion = options or ConversionOptions()
-    if conversion.name is not None and not _DATA_SET_NAME.fullmatch(conversion.name):
+    if conversion.name is not None and not _DATA_SET_NAME_PATTERN.fullmatch(conversion.name):
         raise UserError(
             f"name: {conversion.name!r:.60} is not one word of letters, digits, _ . and -; choose "
             "another"
@@ -163,7 +163,7 @@ def open_source(
     # `data/geo` may be a hub id. It is a mistyped path where there is a folder `data`.
     is_hub = (
         not path.exists()
-        and tables.HUB_ID.fullmatch(location) is not None
+        and tables.HUB_ID_PATTERN.fullmatch(location) is not None
         and not path.parent.is_dir()
     )
     if not is_hub:

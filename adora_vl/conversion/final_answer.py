@@ -6,7 +6,7 @@ such words is no reference answer, since hardly any model would repeat it.
 
 import re
 
-_ANSWER_PHRASE = re.compile(
+_ANSWER_PHRASE_PATTERN = re.compile(
     r"(?:\b(?:(?:final|correct|right)\s+)?(?:answer|option|choice)\s*(?:\bis\b|\bare\b|[:：=])"
     r"|答案\s*[是为:：]|故\s*(?:选|答案[是为])|应选|^\s*(?:option|choice)(?=\s*[(（]?[A-H]\b))"
     r"[\s*]*[:：]?[\s*]*(?:(?:option|choice|选项|选)\s*)?",
@@ -14,14 +14,14 @@ _ANSWER_PHRASE = re.compile(
 )
 _LONGEST_ANSWER = 80  # characters of an answer behind such words
 MAX_WORDS = 4  # of a text that a model may answer with, without --text-answers
-_WORD = re.compile(r"[A-Za-z]{2,}")
-_FORMULA = re.compile(r"\$[^$]*\$|\\[A-Za-z]+")
-_VERB_OR_CONJUNCTION = re.compile(
+_WORD_PATTERN = re.compile(r"[A-Za-z]{2,}")
+_FORMULA_PATTERN = re.compile(r"\$[^$]*\$|\\[A-Za-z]+")
+_VERB_OR_CONJUNCTION_PATTERN = re.compile(
     r"\b(?:is|are|was|were|has|have|because|since|so|therefore|thus|hence|we|there)\b",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[A-Za-z)°]{2,}[.!?]\s+\S|。.")
-_TWELVE_CHINESE_CHARACTERS = re.compile("[\u4e00-\u9fff]{12,}")
+_SENTENCE_END_PATTERN = re.compile(r"[A-Za-z)°]{2,}[.!?]\s+\S|。.")
+_TWELVE_CHINESE_CHARACTERS_PATTERN = re.compile("[\u4e00-\u9fff]{12,}")
 
 
 def extract_final_answer(text: str) -> str | None:
@@ -29,7 +29,7 @@ def extract_final_answer(text: str) -> str | None:
 
     Returns None without such words, and where more than an answer follows them.
     """
-    matches = list(_ANSWER_PHRASE.finditer(text))
+    matches = list(_ANSWER_PHRASE_PATTERN.finditer(text))
     if not matches:
         return None
     answer = text[matches[-1].end() :].strip().strip("*").strip()
@@ -49,13 +49,13 @@ def is_sentence(text: str) -> bool:
     - It is two sentences.
     - It has twelve Chinese characters in a row.
     """
-    text_without_formulas = _FORMULA.sub(" ", text)
-    word_count = len(_WORD.findall(text_without_formulas))
+    text_without_formulas = _FORMULA_PATTERN.sub(" ", text)
+    word_count = len(_WORD_PATTERN.findall(text_without_formulas))
     items = re.split("[,;，；]", text_without_formulas)
-    words_in_longest_item = max(len(_WORD.findall(item)) for item in items)
-    has_verb_or_conjunction = _VERB_OR_CONJUNCTION.search(text_without_formulas) is not None
+    words_in_longest_item = max(len(_WORD_PATTERN.findall(item)) for item in items)
+    has_verb_or_conjunction = _VERB_OR_CONJUNCTION_PATTERN.search(text_without_formulas) is not None
     if words_in_longest_item > MAX_WORDS or (word_count > MAX_WORDS and has_verb_or_conjunction):
         return True
-    has_second_sentence = _SENTENCE_END.search(text_without_formulas) is not None
-    is_long_chinese = _TWELVE_CHINESE_CHARACTERS.search(text_without_formulas) is not None
+    has_second_sentence = _SENTENCE_END_PATTERN.search(text_without_formulas) is not None
+    is_long_chinese = _TWELVE_CHINESE_CHARACTERS_PATTERN.search(text_without_formulas) is not None
     return has_second_sentence or is_long_chinese

@@ -24,7 +24,7 @@ from adora_vl.data.images import pixel_hash
 
 # Two spellings of one question may differ in spaces and punctuation. The signs of arithmetic are
 # not among these, since 2+3 is not 2-3.
-_SPACES_AND_PUNCTUATION = re.compile(r"[^\w\\+\-*/^=<>]+")
+_SPACES_AND_PUNCTUATION_PATTERN = re.compile(r"[^\w\\+\-*/^=<>]+")
 _PATCHES_PER_SIDE = 16  # patches in a row and in a column of a picture
 _DARKEST_PAPER = 245  # a grey level below it is drawing, one above it is paper
 _LEAST_CONTRAST = 8  # of two patches in grey levels; recompression causes smaller differences
@@ -89,7 +89,7 @@ def _joint_hash(*texts: str) -> bytes:
 
 def without_punctuation(problem: str) -> str:
     """Return a question in lower case and without punctuation: `find ab` for `Find AB?`."""
-    return _SPACES_AND_PUNCTUATION.sub(" ", problem.casefold()).strip()
+    return _SPACES_AND_PUNCTUATION_PATTERN.sub(" ", problem.casefold()).strip()
 
 
 def difference_hash(image: Image.Image) -> int:

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from adora_vl.conversion.placeholders import image_marks_as_words
 
 # A letter before an option: `A:40`, `A. 40`, `(A) 40`, `(a) 40`, `A、40`.
-_OPTION_LETTER = re.compile(
+_OPTION_LETTER_PATTERN = re.compile(
     r"(?<![A-Za-z0-9\\∠△])(?:[(（\[]\s*([A-Ha-h])\s*[)）\]]|([A-H])\s*[).:：、．])\s*(?=\S)"
 )
-_OPTIONS_HEADING = re.compile(
+_OPTIONS_HEADING_PATTERN = re.compile(
     r"\s*(?:(?:answer\s+)?(?:choices|options)|选项)\s*[:：]?\s*\Z", re.IGNORECASE
 )
-_HOW_TO_ANSWER = re.compile(r"answer|choose|select|option|letter|boxed|选", re.IGNORECASE)
+_HOW_TO_ANSWER_PATTERN = re.compile(r"answer|choose|select|option|letter|boxed|选", re.IGNORECASE)
 _LONGEST_OPTION = 200  # characters of an option
 
 
@@ -48,13 +48,13 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
     # The last option ends with its line.
     last_text, line_end, after_options = problem[letter_matches[-1].end() :].partition("\n")
     texts.append(last_text)
-    if after_options.strip() and not _HOW_TO_ANSWER.search(after_options):
+    if after_options.strip() and not _HOW_TO_ANSWER_PATTERN.search(after_options):
         return None
     options = [text.strip().rstrip(",;，；").strip() for text in texts]
     for option in options:
         if not option or "\n" in option or len(option) > _LONGEST_OPTION:
             return None
-    question = _OPTIONS_HEADING.sub("", problem[: letter_matches[0].start()]).rstrip()
+    question = _OPTIONS_HEADING_PATTERN.sub("", problem[: letter_matches[0].start()]).rstrip()
     # An option with the mark of an image, `<image2>`, needs the picture in its place.
     has_image_option = any(image_marks_as_words(option) != option for option in options)
     if not question or has_image_option:
@@ -70,7 +70,7 @@ def _last_run_of_letters(problem: str) -> list[re.Match[str]]:
     """
     run: list[re.Match[str]] = []
     runs: list[list[re.Match[str]]] = []
-    for letter_match in _OPTION_LETTER.finditer(problem):
+    for letter_match in _OPTION_LETTER_PATTERN.finditer(problem):
         letter = (letter_match[1] or letter_match[2]).upper()
         if letter == "A":
             run = [letter_match]

@@ -22,12 +22,14 @@ from adora_vl.data.images import UnreadableImageError, file_within, is_picture
 from adora_vl.utils.cli import read_json, short_repr
 from adora_vl.utils.errors import nearest_choice
 
-_DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
+_DATA_URL_PATTERN = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FILE_URL = "file://"
-_WEB_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_WEB_ADDRESS_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_PATH = 1024  # a longer text is Base64
-_PICTURE_SUFFIX = re.compile(r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE)
-_BETWEEN_PATHS = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
+_PICTURE_SUFFIX_PATTERN = re.compile(
+    r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE
+)
+_BETWEEN_PATHS_PATTERN = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
 _MAX_COMPARED = 200  # file names among which the nearest to a missing one is looked for
 Download = Callable[[str], bytes]
 
@@ -87,7 +89,7 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         )
     text = value.strip()
     if text[:5].lower() == "data:":
-        url_prefix = _DATA_URL.match(text)
+        url_prefix = _DATA_URL_PATTERN.match(text)
         if not url_prefix:
             why = f"is {short_repr(text)}, not a data URL of an image"
             raise PictureError(
@@ -101,7 +103,7 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         except Exception as error:  # of the hub's library, of the network, of the file system
             why = f"is {short_repr(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, f"check it in {ROW_LOCATION}") from error
-    if _WEB_ADDRESS.match(text) and not text.lower().startswith(_FILE_URL):
+    if _WEB_ADDRESS_PATTERN.match(text) and not text.lower().startswith(_FILE_URL):
         why = f"is the address {short_repr(text)}, and nothing is downloaded"
         raise PictureError("not_a_file", why, f"put the picture itself into {ROW_LOCATION}")
     if len(text) > _LONGEST_PATH:
@@ -140,8 +142,8 @@ def pictures_in_cell(value: object) -> list[Any]:
             items = read_json(value)
             return items if isinstance(items, list) else [value]
     if isinstance(value, str):
-        paths = [path for path in _BETWEEN_PATHS.split(_path_of_picture(value)) if path]
-        if len(paths) > 1 and all(map(_PICTURE_SUFFIX.search, paths)):
+        paths = [path for path in _BETWEEN_PATHS_PATTERN.split(_path_of_picture(value)) if path]
+        if len(paths) > 1 and all(map(_PICTURE_SUFFIX_PATTERN.search, paths)):
             return paths
     return [value]
 
@@ -214,7 +216,7 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
             f"put the bytes into {ROW_LOCATION}",
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
-    is_absolute = _ABSOLUTE_PATH.match(path) is not None
+    is_absolute = _ABSOLUTE_PATH_PATTERN.match(path) is not None
     # An absolute path to another place may come from the machine on which the table was made.
     leads_elsewhere = is_absolute and not Path(path).is_relative_to(source.root)
     if leads_elsewhere and source.match_path_end:
@@ -239,7 +241,7 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
         ) from error
 
 
-_ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
+_ABSOLUTE_PATH_PATTERN = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
 
 
 def _longest_existing_end(path: str, folder: Path) -> str:

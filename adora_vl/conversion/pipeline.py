@@ -109,7 +109,7 @@ def read_and_clean(
 
 
 # Tables write such words where they have no answer.
-_NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
+_NO_ANSWER_PATTERN = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
 
 
 def _answer_warnings(row: Row) -> dict[str, str]:
@@ -142,12 +142,12 @@ def _answer_warnings(row: Row) -> dict[str, str]:
     reference = parse_reference(answer)
     has_number = re.search(r"[0-9]", answer) is not None
     has_words = re.search("[A-Za-z#]", answer) is not None  # `3 apples` or `#### 5`
-    is_letter = _OPTION_LETTER.fullmatch(answer) is not None
+    is_letter = _OPTION_LETTER_PATTERN.fullmatch(answer) is not None
     has_signs = re.search(r"[^\w\s.'-]", answer) is not None
     conditions = {
         "words": has_number and has_words and reference.type in ("text", "unreadable"),
-        "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()) is not None,
-        "letter": is_letter and _OPTIONS_IN_TEXT.search(problem) is None,
+        "no_answer": _NO_ANSWER_PATTERN.fullmatch(raw_answer.strip()) is not None,
+        "letter": is_letter and _OPTIONS_IN_TEXT_PATTERN.search(problem) is None,
         "signs": has_signs and reference.reason == "not_read",
     }
     example = f"{row['id']} ({short_repr(raw_answer, max_characters=40)})"
@@ -157,9 +157,9 @@ def _answer_warnings(row: Row) -> dict[str, str]:
     return warnings
 
 
-_OPTION_LETTER = re.compile("[A-F]")
+_OPTION_LETTER_PATTERN = re.compile("[A-F]")
 # The options A and B in the text of a problem.
-_OPTIONS_IN_TEXT = re.compile(
+_OPTIONS_IN_TEXT_PATTERN = re.compile(
     r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL
 )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.utils.cli import pluralize
 
-_IMAGE_MARK = re.compile(
+_IMAGE_MARK_PATTERN = re.compile(
     # The first is the mark of a chat template, in rows that were made for another trainer.
     r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>"
     r"|<(?:image|img)[ _]?(\d{0,3})>|<\|image_?(\d{0,3})\|>|\[(?:image|img)[ _]?(\d{0,3})\]",
@@ -55,7 +55,7 @@ def place_images(text: str, image_count: int) -> TextWithImages:
 
     Raises `MisplacedImagesError` where that is not possible.
     """
-    marks = list(_IMAGE_MARK.finditer(text))
+    marks = list(_IMAGE_MARK_PATTERN.finditer(text))
     images_in_order = tuple(range(image_count))
     if not marks:
         return TextWithImages(text=text.strip(), order=images_in_order)
@@ -72,7 +72,7 @@ def place_images(text: str, image_count: int) -> TextWithImages:
                 f"{pluralize(image_count, 'image')}",
                 remedy="give as many as images, or none",
             )
-        placed_text = _IMAGE_MARK.sub(IMAGE_PLACEHOLDER, text)
+        placed_text = _IMAGE_MARK_PATTERN.sub(IMAGE_PLACEHOLDER, text)
         return TextWithImages(text=_drop_leading_marks(placed_text), order=images_in_order)
     if not all(numbers):
         raise MisplacedImagesError(
@@ -95,10 +95,10 @@ def image_marks_as_words(text: str) -> str | None:
 
     The problem shows the pictures themselves. Returns None where a mark has no number.
     """
-    numbers = [_mark_number(mark) for mark in _IMAGE_MARK.finditer(text)]
+    numbers = [_mark_number(mark) for mark in _IMAGE_MARK_PATTERN.finditer(text)]
     if not all(numbers):
         return None
-    return _IMAGE_MARK.sub(lambda mark: f"image {int(_mark_number(mark))}", text)
+    return _IMAGE_MARK_PATTERN.sub(lambda mark: f"image {int(_mark_number(mark))}", text)
 
 
 def _place_by_number(text: str, numbers: Sequence[int], image_count: int) -> TextWithImages:
@@ -136,7 +136,7 @@ def _place_by_number(text: str, numbers: Sequence[int], image_count: int) -> Tex
         order.append(unplaced_images.pop(number))
         return IMAGE_PLACEHOLDER
 
-    placed_text = _IMAGE_MARK.sub(place_image, text).strip()
+    placed_text = _IMAGE_MARK_PATTERN.sub(place_image, text).strip()
     images_without_mark = [image for image in range(image_count) if image not in order]
     placed_text += f"\n{IMAGE_PLACEHOLDER}" * len(images_without_mark)
     return TextWithImages(

@@ -35,7 +35,7 @@ from adora_vl.conversion.records import (
 from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.errors import UserError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
+HUB_ID_PATTERN = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
 SPLIT_BY_NAME = {
     "train": "train",
     "validation": "validation",
@@ -44,7 +44,7 @@ SPLIT_BY_NAME = {
     "dev": "validation",
     "test": "test",
 }
-_SPLIT_NAME = re.compile(rf"({'|'.join(SPLIT_BY_NAME)})(?:[-_.].*)?", re.IGNORECASE)
+_SPLIT_NAME_PATTERN = re.compile(rf"({'|'.join(SPLIT_BY_NAME)})(?:[-_.].*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def _split_from_name(stem: str) -> str | None:
 
     For example, `val-00000` and `dev` say validation, `Test` says test, and `training` says none.
     """
-    match = _SPLIT_NAME.fullmatch(stem)
+    match = _SPLIT_NAME_PATTERN.fullmatch(stem)
     return SPLIT_BY_NAME[match[1].lower()] if match else None
 
 

@@ -35,7 +35,7 @@ _MEANING_BY_NAME_PART = {
 }
 # `${a.b}` of OmegaConf, and what a shell would fill in; a `$` that ends a regular expression is
 # none.
-_COMPUTED_VALUE = re.compile(r"\$[A-Za-z_{(0-9]|`")
+_COMPUTED_VALUE_PATTERN = re.compile(r"\$[A-Za-z_{(0-9]|`")
 _LONGEST_VALUE = 60  # characters of a value that is quoted
 
 
@@ -114,7 +114,7 @@ class Migration:
         """
         self.read_names.add(name)
         value = self.values.get(name)
-        if isinstance(value, str) and _COMPUTED_VALUE.search(value):
+        if isinstance(value, str) and _COMPUTED_VALUE_PATTERN.search(value):
             self.add_remark(f"{name}: {value} is computed; write the value itself")
             value = None
         if value is None:
