@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from adora_vl.conversion.quarantine import MAX_SHARE
+from adora_vl.conversion.quarantine import MAX_BROKEN_SHARE
 from adora_vl.conversion.workers import MAX_WORKERS, usable_cores
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, SMALLEST_TOKEN_SIDE, VISION_BY_FAMILY
 from adora_vl.utils.cli import (
@@ -71,7 +71,7 @@ def add_cleaning(command: argparse.ArgumentParser) -> None:
     add(
         "--allow-quarantined",
         type=number_between(0, 1),
-        default=MAX_SHARE,
+        default=MAX_BROKEN_SHARE,
         metavar="SHARE",
         help=help_text,
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED_FOLDER
 
-VOCABULARY = 600
+VOCABULARY_SIZE = 600
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (PRETRAINED_FOLDER / "chat_template.jinja").read_text(encoding="
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on texts; it has Qwen's special tokens and at most `VOCABULARY` entries."""
+    """Train a tokenizer of at most `VOCABULARY_SIZE` tokens, Qwen's special ones too, on texts."""
     bpe = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -47,7 +47,7 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

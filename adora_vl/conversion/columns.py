@@ -49,8 +49,8 @@ _RESERVED_NAMES = (
     "self",
     "multiple_choice",
 )
-_MAX_SHOWN = 20  # column names that an error message lists
-_MAX_COMPARED = 1000  # column names among which the nearest to a wrong name is looked for
+_MAX_SHOWN_NAMES = 20  # column names that an error message lists
+_MAX_COMPARED_NAMES = 1000  # column names among which the nearest to a wrong name is looked for
 
 
 @dataclass(frozen=True)
@@ -393,12 +393,12 @@ def require_columns(columns: Columns, table_columns: Iterable[str], where: str) 
     for name in columns.table_names:
         is_present = any(_possible_columns(name, table_column_set))
         if not is_present and name not in columns.optional:
-            hint = did_you_mean(name, islice(table_column_list, _MAX_COMPARED))
+            hint = did_you_mean(name, islice(table_column_list, _MAX_COMPARED_NAMES))
             missing.append(f"{name!r:.60}{hint}")
     if missing:
-        shown_names = ", ".join(f"{column:.40}" for column in table_column_list[:_MAX_SHOWN])
+        shown_names = ", ".join(f"{column:.40}" for column in table_column_list[:_MAX_SHOWN_NAMES])
         ellipsis = ""
-        if len(table_column_list) > _MAX_SHOWN:
+        if len(table_column_list) > _MAX_SHOWN_NAMES:
             ellipsis = f", ... ({len(table_column_list)} columns)"
         raise UserError(
             f"columns: {where} has no column {', and none '.join(missing)}; it has "

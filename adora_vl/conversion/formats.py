@@ -41,8 +41,8 @@ TEXT_TABLES = (
     ".tsv",
     *EXCEL_SUFFIXES,
 )  # a cell is one value, so that a list is written as JSON
-WEBDATASET = ".tar"
-SUFFIXES = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET)
+WEBDATASET_SUFFIX = ".tar"
+SUFFIXES = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET_SUFFIX)
 _ARROW_FORMATS = (".parquet", ".arrow", SAVED_DATASET)
 _BATCH_ROWS = 64  # in memory at a time
 _LONGEST_CELL = 2**31 - 1  # Python's limit for a cell of CSV is less than a picture in Base64
@@ -85,7 +85,7 @@ def open_table(path: Path, columns: Columns) -> Table:
             table = _open_workbook(path, columns)
         elif format_of(path) in (".csv", ".tsv"):
             table = _open_csv(path, columns)
-        elif format_of(path) == WEBDATASET:
+        elif format_of(path) == WEBDATASET_SUFFIX:
             table = _open_webdataset(path, columns)
         else:
             table = open_json(path, columns)

@@ -30,7 +30,7 @@ _PICTURE_SUFFIX_PATTERN = re.compile(
     r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE
 )
 _BETWEEN_PATHS_PATTERN = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
-_MAX_COMPARED = 200  # file names among which the nearest to a missing one is looked for
+_MAX_COMPARED_NAMES = 200  # file names among which the nearest to a missing one is looked for
 Download = Callable[[str], bytes]
 
 
@@ -367,4 +367,4 @@ def _first_names_in(folder: Path) -> list[str]:
     all_names: list[str] = []
     for names in _names_by_folded_name(folder).values():
         all_names += names
-    return sorted(all_names)[:_MAX_COMPARED]
+    return sorted(all_names)[:_MAX_COMPARED_NAMES]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from adora_vl.conversion.duplicates import AnsweredRow, SeenRows, write_without_contradictions
 from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import RawProblem, RowError, RowReaders, to_row
-from adora_vl.conversion.quarantine import LEAK_REASON, MAX_SHARE, WARNING_TEXTS, Quarantine
+from adora_vl.conversion.quarantine import LEAK_REASON, MAX_BROKEN_SHARE, WARNING_TEXTS, Quarantine
 from adora_vl.conversion.workers import ordered_map
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, PixelLimits
@@ -311,7 +311,8 @@ class CleaningOptions:
     family: str = DEFAULT_FAMILY  # the model_type whose image tokens decide which sizes there are
     limit: int | None = None  # the largest number of rows in a split
     keep_leaks: bool = False  # store training rows that also occur in a held-out split
-    allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
+    # the largest share of unusable rows that is not an error
+    allow_quarantined: float = MAX_BROKEN_SHARE
 
     def pixel_limits(self) -> PixelLimits:
         """Return how many pixels an image may have, by `min_pixels` and `max_pixels`.

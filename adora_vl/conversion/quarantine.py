@@ -20,7 +20,7 @@ from adora_vl.utils.cli import MultiLineUserError, pluralize, short_repr
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK_REASON = "leak"  # a sound row of the training split that stands in a held-out one too
-MAX_SHARE = 0.02  # with a larger share of broken rows, the source itself is taken for broken
+MAX_BROKEN_SHARE = 0.02  # with a larger share of broken rows, the source itself is taken for broken
 _SUFFIX_BY_FIRST_BYTES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
 
 

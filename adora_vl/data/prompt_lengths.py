@@ -29,8 +29,8 @@ from adora_vl.models.families import family_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
 
-_SHOW_AFTER_S = 2.0  # a progress bar
-_BATCH_ROWS = 1000  # texts in one call of a tokenizer, which works on them in parallel
+_BAR_DELAY_S = 2.0  # after which a progress bar is shown
+_BATCH_TEXTS = 1000  # texts in one call of a tokenizer, which works on them in parallel
 
 # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
 ASSUMED_TEXT_TOKENS = 300
@@ -146,9 +146,9 @@ def measure_prompts(
     lengths = PromptLengths(ids=[], prompt_tokens=[], image_tokens=[])
     # With None tqdm disables the bar unless it writes to a terminal.
     disable = None if show_progress else True
-    bar = tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=disable)
+    bar = tqdm(rows, "prompt lengths", total, unit="row", delay=_BAR_DELAY_S, disable=disable)
     row_iterator = iter(bar)
-    while batch := list(islice(row_iterator, _BATCH_ROWS)):
+    while batch := list(islice(row_iterator, _BATCH_TEXTS)):
         texts = [text for _, text, _ in batch]
         image_counts = [len(sizes) for _, _, sizes in batch]
         token_counts = counter(texts, image_counts)
