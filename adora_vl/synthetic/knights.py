@@ -168,8 +168,8 @@ def puzzle_row(
         "shapes": [],
         "family": f"{people} people",
         "kind": "",
-        "solution": f"\\boxed{{{answer}}}",
         "slip": wrong_answer,
+        "solution": f"\\boxed{{{answer}}}",
     }
     return {
         "id": row_id,
