@@ -65,7 +65,8 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     An entry may be what TRL takes, a function or the name of a reward model. It may also be what
     the key `adora_reward` takes: a preset, FILE.py:FUNCTION, or a mapping of these to options.
 
-    `reward_funcs`: an entry, a list of entries, or None. Raises `UserError` for anything else.
+    `reward_funcs`: an entry, a list of entries, or None. Raises `UserError` for anything else, and
+    for a name that occurs twice.
     """
     if reward_funcs is None:
         rewards: list[Any] = []
@@ -91,6 +92,11 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
                 functions.append(function)
             continue
         entry = _name_of_python_reward(reward)
+        if entry in entries:
+            raise UserError(
+                f"reward_funcs: two rewards have the name {entry!r}, by which log, record and "
+                "resuming tell them apart; rename one of them"
+            )
         entries.append(entry)
         functions.append(reward)
         hashes[entry] = _hash_reward(reward)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -88,6 +89,23 @@ def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp
     hashes_of_changed = rewards_from_python([changed_model, reward], tmp_path).hashes
     assert hashes == hashes_again
     assert [name for name in hashes if hashes[name] != hashes_of_changed[name]] == ["Linear"]
+
+
+def test_two_rewards_of_one_name_are_refused(tmp_path):
+    """The record would have the rewards of the last one alone, and no change of the first."""
+
+    def reward(completions: list[str], scale: float = 1.0, **columns: object) -> list[float]:
+        return [scale] * len(completions)
+
+    pairs = [
+        [lambda **columns: [1.0], lambda **columns: [0.0]],
+        [partial(reward, scale=1.0), partial(reward, scale=2.0)],
+        [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)],
+    ]
+    for pair, name in zip(pairs, ("<lambda>", "reward", "Linear"), strict=True):
+        with pytest.raises(UserError, match=f"^reward_funcs: two rewards have the name '{name}'"):
+            rewards_from_python(pair, tmp_path)
+    assert rewards_from_python([reward, "accuracy"], tmp_path).entries == ("reward", "accuracy")
 
 
 def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
