@@ -774,7 +774,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         If this run replaces an older run in the folder, the older run's files are moved aside
         first. The arguments are those of `train`.
+
+        Raises `UserError` if this trainer has trained before. A step that was interrupted leaves
+        parts of its generation behind, and a run that begins would not begin with its model.
         """
+        if self.manifest:
+            raise UserError(
+                "train: this trainer has trained before, and still has that training's weights and "
+                "rollouts; build a new one, whose train(resume_from_checkpoint=True) goes on"
+            )
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
@@ -973,11 +981,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.args.should_save:
             self.state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))
 
-    def save_here(self) -> Path:
+    def save_here(self) -> Path | None:
         """Return the folder of the present step's checkpoint, and write it if it is missing.
 
-        All ranks call this together.
+        Before a training there is nothing to save, as in an evaluation that Python code calls
+        first. The result is None then. All ranks call this together.
         """
+        if not self.manifest:
+            return None
         return self.parts.checkpoint_writer.ensure_checkpoint(
             self.state.global_step, lambda: self._save_checkpoint(self.model, trial=None)
         )

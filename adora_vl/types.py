@@ -283,7 +283,8 @@ def _copy_to_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | No
 
 
 # Returns the checkpoint of the present step, which all ranks write together unless it is there.
-SaveNow = Callable[[], Path]
+# None where no training has begun.
+SaveNow = Callable[[], Path | None]
 # Gets name and value of a metric for the next log; the same on every rank.
 LogMetric = Callable[[str, float], None]
 

@@ -102,7 +102,7 @@ def drift_over_ranks(
     return merge_drift_sums(accelerator.gather(sums_3[None]))
 
 
-def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str) -> str:
+def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str | None) -> str:
     """Return the message of a run that stops since engine and policy differ by too much.
 
     Args:

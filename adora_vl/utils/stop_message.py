@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def stop_message_with_checkpoint(
-    step: int, reason: str, *, checkpoint: Path | str, remedy: str = ""
+    step: int, reason: str, *, checkpoint: Path | str | None, remedy: str = ""
 ) -> str:
     """Return the message of a run that stops before a step has changed anything.
 
@@ -14,12 +14,14 @@ def stop_message_with_checkpoint(
     Args:
         step: optimizer steps that have been made; the line names the next one.
         reason: what has happened. If there is no `remedy`, the reason has to end with what to do.
-        checkpoint: the folder to go on from.
+        checkpoint: the folder to go on from; None where no training has begun.
         remedy: what to do first, as a sentence without its full stop.
     """
     line = f"step {step + 1}: {reason}"
     if remedy:
         line += f". Nothing of this step was applied. {remedy}"
+    if checkpoint is None:
+        return line
     return f"{line}, and go on with --resume_from_checkpoint {checkpoint}"
 
 

@@ -483,6 +483,70 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
     assert (peft_config and peft_config.to_dict()) == adapter_before
 
 
+class Interrupt(TrainerCallback):
+    """Interrupts the training as Ctrl-C in a notebook does, in the middle of the second step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_trainer_that_was_interrupted_is_refused_and_a_new_one_goes_on(tmp_path):
+    """The old trainer still has micro-batches of the step that was interrupted.
+
+    It would learn from them once more, and end with other weights than an uninterrupted run.
+    """
+    keys = {
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+    }
+    uninterrupted = build_trainer(tmp_path / "whole", **keys)
+    uninterrupted.train()
+    folder = tmp_path / "interrupted"
+    trainer = build_trainer(folder, callbacks=[Interrupt()], **keys)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(UserError, match="^train: this trainer has trained before.*build a new one"):
+        trainer.train(resume_from_checkpoint=True)
+    resumed = build_trainer(folder, **keys)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+    pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(expected, actual) for expected, actual in pairs)
+
+
+def test_a_second_run_of_one_trainer_is_refused(tmp_path):
+    """It would begin with the weights of the first run, and its manifest would name the model."""
+    trainer = build_trainer(tmp_path / "run", overwrite_output_dir=True, max_steps=1)
+    trainer.train()
+    with pytest.raises(UserError, match="^train: this trainer has trained before"):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir(), "the run of before stays"
+
+
+def test_an_evaluation_before_the_training_names_the_reward_that_fails(tmp_path):
+    """No checkpoint can be written then, and an error about that would hide the one of the reward.
+
+    The call before the run succeeds, the one of the evaluation does not.
+    """
+    calls: list[int] = []
+
+    def reward(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) > 1:
+            raise ValueError("no such key")
+        return [1.0] * len(completions)
+
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **KEYS_OF_TWO_STEPS)
+    rows = Dataset.from_list(EIGHT_ROWS)
+    trainer = AdoraGRPOTrainer("tiny", reward, args, rows)
+    with pytest.raises(RunError, match=r"ValueError: no such key \(test_from_python.py") as failed:
+        trainer.evaluate(rows)
+    assert "checkpoint" not in str(failed.value)
+    assert not (tmp_path / "run").exists() or not list_checkpoints(tmp_path / "run")
+
+
 def area(width: int) -> int:
     """Width times itself.
 
