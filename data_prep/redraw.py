@@ -117,8 +117,8 @@ class _AngleInPicture(NamedTuple):
 def _points_to_draw(form: LogicForm) -> dict[str, complex]:
     """Return the points on a logic form's lines and circles by their names, sorted.
 
-    They are all its points if it has neither. A point without coordinates is left out. The
-    coordinates are in pixels of the original picture.
+    A form without lines and circles gives all its points. A point without coordinates is left out.
+    The coordinates are in pixels of the original picture.
     """
     names = form.drawn_points or form.points.keys()
     return {name: complex(*form.points[name]) for name in sorted(names & form.points.keys())}

@@ -215,7 +215,7 @@ def _accuracies_of_other_run(
 
     Raises `UserError` where the other run has other problems.
     """
-    other_rows = read_predictions(file, check_row, BENCHMARK.id_column)
+    other_rows = read_predictions(file, check=check_row, id_column=BENCHMARK.id_column)
     other_row_by_key = {row_key(row): row for row in other_rows}
     missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]
     # The other run lacks answers of this run, or has further ones.

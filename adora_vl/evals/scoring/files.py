@@ -57,8 +57,12 @@ def score_predictions_file(
     The fingerprint is None (null in the score file) where there is none. Raises `UserError` for a
     file with faults.
     """
-    columns = parse_columns(options.columns)
-    rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
+    rows = read_predictions(
+        predictions,
+        check=benchmark.check,
+        id_column=benchmark.id_column,
+        columns=parse_columns(options.columns),
+    )
     path = predictions.parent / FINGERPRINT_FILE
     fingerprint = read_fingerprint(path) if path.is_file() else None
     answer_counts = (fingerprint or {}).get("asked") or {}
