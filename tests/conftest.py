@@ -34,7 +34,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def geometry3k_raw() -> Path:
-    """The six real Geometry3K problems beside the checkout."""
+    """Return the six real Geometry3K problems beside the checkout."""
     folder = SHARED_FOLDER / "data" / "geometry3k_raw"
     if not folder.is_dir():
         pytest.skip(

@@ -135,9 +135,9 @@ def _build_length_filter(
         error_or_drop = request.script_args.adora_overlong_prompts
     return PromptLengthFilter(
         limit,
-        _token_counter(request, processor, system_prompt),
-        pixel_limits,
-        error_or_drop,
+        counter=_token_counter(request, processor, system_prompt),
+        pixels=pixel_limits,
+        error_or_drop=error_or_drop,
         prints_warnings=prints_lines,
         is_dry_run=context.dry_run,
         max_rows=request.max_rows,

@@ -195,7 +195,7 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     monkeypatch.setattr(MetricsLogger, "log_scored", log_and_record)
     method_options = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = train_two_steps(AdoraGRPOTrainer, tmp_path, adora_method=method_options)
-    options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
+    options = Adora(criteria=("difficulty",), tau=Schedule(start=0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
     for step, (batch, facts) in enumerate(zip(ours["batches"], facts_of_steps, strict=True)):
         rewards = facts.rewards_NF[:, 0].view(-1, 8)

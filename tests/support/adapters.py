@@ -65,20 +65,21 @@ def float64_model() -> Any:
     return build_model(build_processor(["Find x."]).tokenizer).double()
 
 
-def policy_with_adapter(base, config, second: str | None = None):
+def policy_with_adapter(base, config, second_adapter: str | None = None):
     """Return a copy of a model with an adapter, to whose trained weights noise is added.
 
     Args:
         base: the model.
         config: the `LoraConfig`.
-        second: the name of a second adapter with the same config, which is not active, unless its
-            name is "active".
+        second_adapter: the name of another adapter with the same config. It is not active, unless
+            its name is "active".
     """
     torch.manual_seed(0)
     model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
-    if second is not None:
-        model.add_adapter(second, config)
-        model.base_model.set_adapter(["default", second] if second == "active" else "default")
+    if second_adapter is not None:
+        model.add_adapter(second_adapter, config)
+        is_active = second_adapter == "active"
+        model.base_model.set_adapter(["default", second_adapter] if is_active else "default")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

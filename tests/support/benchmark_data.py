@@ -254,7 +254,8 @@ def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
 
     A problem has a row for each of its steps, then one for the whole.
     """
-    places = [
+    # The id of each row's problem, and the step that the row asks for.
+    ids_and_keys = [
         (f"{steps}steps_{number}", f"{steps}steps_{step}")
         for number in range(1, 1 + count)
         for steps in (2, 3)
@@ -262,7 +263,7 @@ def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "ID": name,
+            "ID": problem_id,
             "split": "testmini",
             "knowledge concept": f"Angles {problem['index']}",
             "question": problem["question"],
@@ -273,7 +274,7 @@ def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
             "question number": problem["index"] + 1,
             "knowledge concept description": "Angles of a triangle add up to 180 degrees.",
         }
-        for problem, (name, key) in zip(_draw_problems(count), places, strict=False)
+        for problem, (problem_id, key) in zip(_draw_problems(count), ids_and_keys, strict=False)
     ]
 
 
@@ -289,11 +290,14 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
             str(folder / "testmini-00000-of-00001-ab.parquet")
         )
         return folder
-    named = [{**row, "image_path": f"2steps/image/{row['question number']}.png"} for row in rows]
     (folder / "2steps" / "image").mkdir(parents=True)
-    for row, stored in zip(rows, named, strict=True):
-        (folder / stored["image_path"]).write_bytes(row["image_path"]["bytes"])
-    (folder / "testmini.json").write_text(json.dumps(named))
+    # Each row names the file of its picture, in the place of the picture itself.
+    rows_with_paths = []
+    for row in rows:
+        path = f"2steps/image/{row['question number']}.png"
+        (folder / path).write_bytes(row["image_path"]["bytes"])
+        rows_with_paths.append({**row, "image_path": path})
+    (folder / "testmini.json").write_text(json.dumps(rows_with_paths))
     return folder
 
 
@@ -308,10 +312,10 @@ def mathverse_rows(
     rows = []
     for problem in _draw_problems(count):
         index = problem["index"]
-        choice = problem["index"] % 2 == 0
+        is_multiple_choice = index % 2 == 0
         version = versions[index % len(versions)]
         full_question = problem["question"] + (
-            f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else ""
+            f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if is_multiple_choice else ""
         )
         question = "" if version == "Vision Only" else full_question
         rows.append(
@@ -321,8 +325,10 @@ def mathverse_rows(
                 "problem_version": version,
                 "question": question,
                 "image": {"bytes": problem["png"], "path": None},
-                "answer": "B" if choice else f"Area $={problem['answer']} \\mathrm{{~cm}}^{{2}}$",
-                "question_type": "multi-choice" if choice else "free-form",
+                "answer": "B"
+                if is_multiple_choice
+                else f"Area $={problem['answer']} \\mathrm{{~cm}}^{{2}}$",
+                "question_type": "multi-choice" if is_multiple_choice else "free-form",
                 "metadata": {
                     "split": "testmini",
                     "source": "x",
@@ -345,14 +351,14 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with_image = [row for row in rows if row["problem_version"] != TEXT_ONLY]
-    unseen = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
+    without_image = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
     if with_image:
         Dataset.from_list(with_image, features=MATHVERSE_FEATURES).to_parquet(
             str(folder / "testmini.parquet")
         )
-    if unseen:
+    if without_image:
         features = Features({**MATHVERSE_FEATURES, "image": Value("string")})
-        Dataset.from_list(unseen, features=features).to_parquet(
+        Dataset.from_list(without_image, features=features).to_parquet(
             str(folder / "testmini_text_only.parquet")
         )
     return folder

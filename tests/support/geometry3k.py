@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +119,3 @@ def read_only_row(output: Path, split: str = "train") -> Row:
 def open_stored_image(row: Row) -> Image.Image:
     """Return the first image of a prepared row."""
     return Image.open(io.BytesIO(row["images"][0]["bytes"]))
-
-
-Damage = Callable[[Path], object]

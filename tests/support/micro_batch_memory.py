@@ -46,8 +46,8 @@ def micro_batch_memory_of_3b(
         longest: the most tokens of an answer, for which memory is planned.
     """
     return MicroBatchMemory(
-        lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
-        longest,
-        lambda: shares_prompts,
+        make_activation_memory=lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
+        longest_completion=longest,
+        shares_prompts=lambda: shares_prompts,
         masks_padding=True,
     )

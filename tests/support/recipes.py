@@ -1,8 +1,9 @@
 """The shipped configs: where they lie, their accelerate configs, and the default of every key."""
 
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from adora_vl.utils.cli import to_json_types, with_dotted_keys
+from adora_vl.utils.convert import field_default
 from tests.support.commands import CONFIG_DATACLASSES
 from tests.support.paths import REPOSITORY
 
@@ -33,10 +34,7 @@ def key_defaults() -> dict[str, object]:
     defaults: dict[str, object] = {}
     for dataclass in CONFIG_DATACLASSES:
         for field in fields(dataclass):
-            default = (
-                field.default_factory() if field.default_factory is not MISSING else field.default
-            )
-            defaults.setdefault(field.name, default)
+            defaults.setdefault(field.name, field_default(field))
     for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
         defaults |= {block: {}, **with_dotted_keys(block, to_json_types(defaults[block]))}
     return defaults

@@ -37,11 +37,41 @@ def turns_with_one_zoom() -> list[dict[str, Any]]:
     ]
 
 
+def _recorded_row(step: int, *, group: int, rollout: int, group_size: int) -> dict[str, Any]:
+    """Return the recorded columns of a rollout, but for its images.
+
+    The first `group` rollouts of a group are right. `rollout`: its number in the group.
+    """
+    is_right = rollout < group
+    return {
+        "step": step,
+        "id": f"problem/{group}",
+        "problem": f"Find x in {group}.",
+        "choices": ["5", "$7$"],
+        "answer": "7",
+        "verdict": "correct" if is_right else "wrong",
+        "extracted": "7" if is_right else "8",
+        "completion": f"step {step}: \\boxed{{{7 if is_right else 8}}}",
+        "reason": "same_number",
+        "reward": 1.0 if is_right else 0.1,
+        "advantage_raw": 1.5 if is_right else -0.5,
+        "advantage": 0.15 if is_right else -0.05,
+        "weight": 0.1 if group == 1 else 1.0,
+        "tds": group == 1,
+        "pass_rate": group / group_size,
+        "longest_right": 10.0 * step if group else None,
+        "mean_wrong": 20.0,
+        "length": 10 * step,
+        "truncated": False,
+        "drift": 1e-6,
+    }
+
+
 def write_recorded_run(
     folder: Path,
-    steps: int,
     /,
     *,
+    step_count: int,
     groups: int = 2,
     rollouts: int = 4,
     settings: Mapping[str, object] = ADORA_SETTINGS,
@@ -54,42 +84,22 @@ def write_recorded_run(
 
     Args:
         folder: the run folder.
-        steps: the number of optimizer steps.
+        step_count: the number of optimizer steps; a column may have the name `steps`.
         groups: groups of a step.
         rollouts: rollouts of a group.
         settings: the settings of the method, as the record has them.
         texts: columns that every rollout has in place of its own, such as `completion="..."`.
     """
-    record = RolloutStore(folder, 1, settings)
+    record = RolloutStore(folder, limit_gb=1, settings=settings)
     record.start(0)
     picture = Image.new("RGB", (60, 40), "white")
-    for step in range(1, steps + 1):
+    for step in range(1, step_count + 1):
         rows: dict[str, list[Any]] = {}
         for number in range(groups * rollouts):
             group, rollout = divmod(number, rollouts)
-            is_right = rollout < group
             row = {
-                "step": step,
-                "id": f"problem/{group}",
-                "problem": f"Find x in {group}.",
-                "choices": ["5", "$7$"],
-                "answer": "7",
+                **_recorded_row(step, group=group, rollout=rollout, group_size=rollouts),
                 "images": record.diagrams.store(f"problem/{group}", [picture]),
-                "verdict": "correct" if is_right else "wrong",
-                "extracted": "7" if is_right else "8",
-                "completion": f"step {step}: \\boxed{{{7 if is_right else 8}}}",
-                "reason": "same_number",
-                "reward": 1.0 if is_right else 0.1,
-                "advantage_raw": 1.5 if is_right else -0.5,
-                "advantage": 0.15 if is_right else -0.05,
-                "weight": 0.1 if group == 1 else 1.0,
-                "tds": group == 1,
-                "pass_rate": group / rollouts,
-                "longest_right": 10.0 * step if group else None,
-                "mean_wrong": 20.0,
-                "length": 10 * step,
-                "truncated": False,
-                "drift": 1e-6,
                 **texts,
             }
             for name, value in row.items():
@@ -99,7 +109,7 @@ def write_recorded_run(
     metrics = {"kind": "train", "adora/pass_rate": 0.5}
     lines = [
         {"step": step, "reward": step / 10, "kl": step / 100, **metrics}
-        for step in range(1, steps + 1)
+        for step in range(1, step_count + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -120,18 +130,9 @@ def write_attacked_page(folder: Path) -> Path:
         ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACKING_HTML
     )
     folder_name = ATTACKING_HTML.replace("/", "_")[:100]  # a name may have 255 bytes
-    run = write_recorded_run(folder / folder_name, 2, **texts)
+    run = write_recorded_run(folder / folder_name, step_count=2, **texts)
+    metrics = {"step": 3, "kind": "train", "reward": 1.0}
+    metrics |= {ATTACKING_HTML: 2.0, "note": ATTACKING_HTML}
     with (run / "metrics.jsonl").open("a") as stream:
-        stream.write(
-            json.dumps(
-                {
-                    "step": 3,
-                    "kind": "train",
-                    "reward": 1.0,
-                    ATTACKING_HTML: 2.0,
-                    "note": ATTACKING_HTML,
-                }
-            )
-            + "\n"
-        )
+        stream.write(json.dumps(metrics) + "\n")
     return write_report_page(folder / "page.html", run)

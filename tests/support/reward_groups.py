@@ -38,9 +38,9 @@ def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
     lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
     surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
     return Groups(
-        rewards,
-        lengths,
-        lengths >= 100,
+        rewards_PG=rewards,
+        lengths_PG=lengths,
+        truncated_PG=lengths >= 100,
         surprisal_PG=surprisal,
         **facts,
     )
@@ -66,25 +66,27 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
     surprisal = torch.rand(prompts, generations, generator=generator)
     return Groups(
-        rewards,
-        lengths,
-        lengths >= 100,
+        rewards_PG=rewards,
+        lengths_PG=lengths,
+        truncated_PG=lengths >= 100,
         surprisal_PG=surprisal,
         step=step,
     )
 
 
-def method_advantages(name, groups, options=None, scale="group"):
-    """Return the advantages, (P, G), that a method makes from those of GRPO, as in the trainer.
+def method_advantages(name, groups, method=None, scale="group"):
+    """Return the advantages that a method makes of those of GRPO, as in the trainer.
+
+    They are (P, G), for P groups of G rollouts.
 
     Args:
-        name: the method, a key of `METHODS`; with `options` any name.
+        name: the name of the method.
         groups: the groups.
-        options: the object of the method; by default one with its default options.
+        method: the method; by default that of `METHODS` with this name and its default options.
         scale: GRPO's `scale_rewards`.
     """
-    method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
-    return final_advantages(method, groups, group_advantages(groups.rewards_PG, scale=scale))
+    pipeline = AdvantagePipeline({name: METHODS[name]() if method is None else method}, scale=scale)
+    return final_advantages(pipeline, groups, group_advantages(groups.rewards_PG, scale=scale))
 
 
 def final_advantages(

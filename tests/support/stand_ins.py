@@ -80,23 +80,33 @@ def _gather_of_one_process(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class FakeAccelerator:
     """A fake Accelerator of one process among `num_processes`; the other processes do not exist.
 
-    A test passes `gather`: it gets this process's tensor, and returns what a gather over all
-    processes would. By default that is the tensor itself. `wait_for_everyone` returns at once.
+    A test may pass `gather`: it gets this process's tensor, and returns what a gather over all
+    processes would. By default that is the tensor itself, as with one process. It may also set
+    `sync_gradients`: whether the present micro-batch ends an optimizer step.
     """
 
     process_index: int = 0
     num_processes: int = 1
     gather: Callable[[Tensor], Tensor] = _gather_of_one_process
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sync_gradients: bool = True
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this is the process that writes."""
+        """Whether this is the process that writes."""
         return self.process_index == 0
+
+    def pad_across_processes(self, tensor: Tensor, **_: object) -> Tensor:
+        """Return the tensor itself: no other process has a longer one."""
+        return tensor
+
+    def reduce(self, tensor: Tensor, **_: object) -> Tensor:
+        """Return the tensor itself: no other process has a value to add."""
+        return tensor
 
     def wait_for_everyone(self) -> None:
         """Return at once: the other processes are always there."""

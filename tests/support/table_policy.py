@@ -22,7 +22,8 @@ from adora_vl.training.generation_logps import GenerationLogps
 from adora_vl.training.guards import DriftGuard, RatioGuard, ReferenceGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
-from adora_vl.types import Batch
+from adora_vl.types import Batch, StepContext
+from tests.support.stand_ins import FakeAccelerator
 from tests.support.step_context import step_context
 
 TABLE_VOCABULARY = 7  # tokens
@@ -94,26 +95,6 @@ def look_up(
     return logps_BC, entropies_BC, None
 
 
-class SingleProcessAccelerator:
-    """A fake Accelerator of one process: gathering returns the tensor itself."""
-
-    num_processes = 1
-    process_index = 0
-    device = torch.device("cpu")
-
-    @staticmethod
-    def gather(value: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    def pad_across_processes(value: Tensor, **_: object) -> Tensor:
-        return value
-
-    @staticmethod
-    def reduce(value: Tensor, **_: object) -> Tensor:
-        return value
-
-
 class FakeRecord:
     """A fake of the record of rollouts, which keeps the numbers of the rollouts that it gets."""
 
@@ -138,42 +119,55 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     settings |= keys
     context = step_context(
         lambda name, value: logged_metrics[name].append(value),
-        accelerator=SingleProcessAccelerator(),
+        accelerator=FakeAccelerator(),
         **settings,
     )
-    args = context.config
     trainer: Any = object.__new__(TableTrainer)
-    adaptive = args.use_adaptive_entropy
-    # The attributes that TRL's constructor would set, and that its loss reads.
     trainer.__dict__.update(
-        args=args,
-        accelerator=context.accelerator,
-        model=policy,
-        loss_type=args.loss_type,
-        beta=args.beta,
-        ref_model=deepcopy(policy) if args.beta else None,
-        num_iterations=args.num_iterations,
-        epsilon_low=args.epsilon,
-        epsilon_high=5.0,
-        top_entropy_quantile=args.top_entropy_quantile,
-        entropy_coef=args.entropy_coef,
-        use_adaptive_entropy=adaptive,
-        importance_sampling_level="token",
-        off_policy_mask_threshold=None,
-        use_vllm=args.use_vllm,
-        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
-        max_completion_length=args.max_completion_length,
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=args.gradient_accumulation_steps,
-        state=SimpleNamespace(global_step=0),
-        log_metric=context.log,
-        logged_metrics=logged_metrics,
-        _entropy_bonus_enabled=args.entropy_coef != 0 or adaptive,
-        _last_world_entropy=0.0 if adaptive else float("inf"),
-        _entropy_window_stats=None,
-        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
-        _step=0,
+        _attributes_of_stock(policy, context), log_metric=context.log, logged_metrics=logged_metrics
     )
+    trainer.parts = _build_parts(trainer, policy, context)
+    return trainer
+
+
+def _attributes_of_stock(policy: LogitsTable, context: StepContext) -> dict[str, Any]:
+    """Return the attributes that TRL's constructor would set, and that its loss reads."""
+    args = context.config
+    adaptive = args.use_adaptive_entropy
+    return {
+        "args": args,
+        "accelerator": context.accelerator,
+        "model": policy,
+        "loss_type": args.loss_type,
+        "beta": args.beta,
+        "ref_model": deepcopy(policy) if args.beta else None,
+        "num_iterations": args.num_iterations,
+        "epsilon_low": args.epsilon,
+        "epsilon_high": 5.0,
+        "top_entropy_quantile": args.top_entropy_quantile,
+        "entropy_coef": args.entropy_coef,
+        "use_adaptive_entropy": adaptive,
+        "importance_sampling_level": "token",
+        "off_policy_mask_threshold": None,
+        "use_vllm": args.use_vllm,
+        "vllm_importance_sampling_correction": args.vllm_importance_sampling_correction,
+        "max_completion_length": args.max_completion_length,
+        "aux_loss_enabled": False,
+        "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "state": SimpleNamespace(global_step=0),
+        "_entropy_bonus_enabled": args.entropy_coef != 0 or adaptive,
+        "_last_world_entropy": 0.0 if adaptive else float("inf"),
+        "_entropy_window_stats": None,
+        "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
+        "_step": 0,
+    }
+
+
+def _build_parts(
+    trainer: TableTrainer, policy: LogitsTable, context: StepContext
+) -> SimpleNamespace:
+    """Build the parts of the training step that `_compute_loss` uses."""
+    args = context.config
     reference_guard = ReferenceGuard(context, rounding=0.0)
     # It would make a pass of the reference, which tests that count passes do not expect.
     reference_guard.needs_check = lambda step: False  # type: ignore[method-assign]
@@ -190,7 +184,7 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
         ImageBanks(),
         every_row_counts=trainer._entropy_bonus_enabled or args.beta != 0.0,
     )
-    trainer.parts = SimpleNamespace(
+    return SimpleNamespace(
         context=context,
         policy_pass=policy_pass,
         ratio_guard=RatioGuard(context),
@@ -211,4 +205,3 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
             metrics_by_mode=trainer._metrics,
         ),
     )
-    return trainer

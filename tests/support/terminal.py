@@ -35,7 +35,7 @@ class RunningCommand:
         self._mark = uuid.uuid4().hex
         self._output_bytes = b""
         self._test_end: int | None
-        # Two ends: what the command writes into its own is read from that of the test.
+        # The command writes into one end of the terminal, and the test reads from the other.
         self._test_end, command_end = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
         self.launcher = subprocess.Popen(
@@ -115,11 +115,11 @@ class RunningCommand:
         )
         return self.launcher.wait()
 
-    def signal_everybody(self, number: int) -> None:
+    def signal_everybody(self, signal_number: int) -> None:
         """Send a signal to every process, as Slurm and systemd do."""
         for pid in pids_marked_with(self._mark):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
     def press_ctrl_c(self) -> None:
         """Press Ctrl-C in the terminal, which sends SIGINT to all its processes."""

@@ -15,7 +15,7 @@ from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
 from tests.support.pictures import draw_figure, encode_picture
 
-PNG_FILES = [encode_picture(draw_figure(number, 60)) for number in range(4)]
+PNG_FILES = [encode_picture(draw_figure(number, size=60)) for number in range(4)]
 # Which column of the user's table is what, as `--columns` takes it: OURS=THEIRS.
 COLUMN_OPTIONS = (
     "problem=question",

@@ -485,8 +485,8 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     """
     options = Adora(
         criteria=("difficulty",),
-        factor=Schedule(0.1, 0.5, "linear", (0, 4)),
-        tau=Schedule(0.25, 0.75, "linear", (4, 8)),
+        factor=Schedule(start=0.1, end=0.5, shape="linear", steps=(0, 4)),
+        tau=Schedule(start=0.25, end=0.75, shape="linear", steps=(4, 8)),
         steps=(0, 10),
     )
     rewards = [[1.0, 1.0, 0.0, 0.0]]
@@ -526,7 +526,7 @@ def apply_with_assignment(assign, batch, **options):
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
     """With mode "off" or a factor of 1, a control leaves TRL's advantages and the rate alone."""
     cases: Iterable[Any] = product(
-        CONTROL_ASSIGNMENTS, [{"mode": "off"}, {"factor": Schedule(1.0)}]
+        CONTROL_ASSIGNMENTS, [{"mode": "off"}, {"factor": Schedule(start=1.0)}]
     )
     for assign, neutral_options in cases:
         with subtests.test(f"{assign} {neutral_options!r:.80}"):
@@ -619,7 +619,7 @@ def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
 
     The factor grows from 0.1 at step 0 to 0.5 at step 4. With `steps` (0, 2) step 2 is outside.
     """
-    factor = Schedule(0.1, 0.5, "linear", (0, 4))
+    factor = Schedule(start=0.1, end=0.5, shape="linear", steps=(0, 4))
     for step, expected in (
         (0, 0.1),
         (2, 0.3),

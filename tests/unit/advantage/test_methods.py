@@ -127,7 +127,7 @@ def test_adora_amplifies_after_dapo():
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
         [[9, 5, 5, 5], [4, 4, 4, 4]],
     )
-    amplifying = Adora(mode="amplification", factor=Schedule(2.0))
+    amplifying = Adora(mode="amplification", factor=Schedule(start=2.0))
     pipeline = AdvantagePipeline({"dapo": Dapo(), "adora": amplifying})
     grpo = group_advantages(groups.rewards_PG)
     advantages = final_advantages(pipeline, groups, grpo)
@@ -281,20 +281,20 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     The state goes through JSON, as in a checkpoint's manifest.
     """
     uninterrupted = AdvantagePipeline({"daro": Daro()})
-    expected = advantages_of_steps(uninterrupted, 8)[5:]
+    expected = advantages_of_steps(uninterrupted, count=8)[5:]
     stopped = AdvantagePipeline({"daro": Daro()})
-    advantages_of_steps(stopped, 5)
+    advantages_of_steps(stopped, count=5)
     saved_state = json.dumps(stopped.state())
     resumed = AdvantagePipeline({"daro": Daro()})
     resumed.load(json.loads(saved_state))
 
     assert resumed.state() == stopped.state(), "also if it stops before its first batch"
-    resumed_steps = advantages_of_steps(resumed, 3, first=5)
+    resumed_steps = advantages_of_steps(resumed, count=3, first=5)
     for resumed_step, expected_step in zip(resumed_steps, expected, strict=True):
         assert torch.equal(resumed_step, expected_step)
     assert resumed.state() == uninterrupted.state()
     fresh = AdvantagePipeline({"daro": Daro()})
-    assert not torch.equal(advantages_of_steps(fresh, 1, first=5)[0], expected[0])
+    assert not torch.equal(advantages_of_steps(fresh, count=1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
         DaroWeights(7, 0.1).load(DaroWeights(3, 0.1).state())
 
@@ -302,20 +302,20 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
 def test_each_bin_of_daro_is_logged():
     """The names of the metrics have the right answers of a group of four: `daro/weight_1_of_4`."""
     method = AdvantagePipeline({"daro": Daro()})
-    advantages_of_steps(method, 1)
+    advantages_of_steps(method, count=1)
     assert {f"daro/weight_{right}_of_4" for right in (1, 2, 3)} <= method.metrics.keys()
     assert "daro/loss_2_of_4" in method.metrics
 
 
 def test_a_schedule_by_hand():
     """A `Schedule` goes from its start to its end between two steps, linearly or by a cosine."""
-    linear = Schedule(1.0, 3.0, "linear", (10, 20))
+    linear = Schedule(start=1.0, end=3.0, shape="linear", steps=(10, 20))
     assert [linear.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
-    cosine = Schedule(1.0, 3.0, "cosine", (0, 4))
+    cosine = Schedule(start=1.0, end=3.0, shape="cosine", steps=(0, 4))
     assert [cosine.at(step) for step in (0, 1, 2, 4)] == pytest.approx(
         [1.0, 2 - math.sqrt(0.5), 2.0, 3.0]
     )
-    assert Schedule(0.3).at(7) == 0.3
+    assert Schedule(start=0.3).at(7) == 0.3
     # steps end before the second number
     options = Adora(steps=(2, 4))
     is_on_by_step = [options.is_on(step) for step in range(6)]
@@ -377,10 +377,10 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                neutral = method_advantages(name, groups, options, scale)
+                neutral = method_advantages(name, groups, options, scale=scale)
                 assert torch.equal(neutral, stock)
                 if name not in METHODS_OF_TRL_KEYS_ALONE:
-                    default = method_advantages(name, groups, None, scale)
+                    default = method_advantages(name, groups, scale=scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
@@ -391,7 +391,7 @@ def test_a_neutral_pipeline_says_that_it_keeps_trls_advantages():
         if AdvantagePipeline({name: options}).keeps_trl_advantages:
             plain_names.add(name)
     assert plain_names == METHODS_OF_TRL_KEYS_ALONE | {"dapo", "adora"}
-    assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).keeps_trl_advantages
+    assert AdvantagePipeline({"adora": Adora(factor=Schedule(start=1.0))}).keeps_trl_advantages
     for name in METHODS.keys() - METHODS_OF_TRL_KEYS_ALONE:
         assert not AdvantagePipeline({name: METHODS[name]()}).keeps_trl_advantages, name
 

@@ -23,7 +23,7 @@ TWO_STEPS_PLAN = WarmStart(
 
 
 def count_parameters(size: ModelSize, family: str = "qwen2_5_vl") -> int:
-    """The number of parameters, counted without memory."""
+    """Return the number of parameters, counted without memory."""
     config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family, size)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -77,7 +77,7 @@ def test_training_in_bfloat16_keeps_weights_that_bfloat16_would_round():
 
 
 def train_both_starts(plan: WarmStart, size: ModelSize) -> dict[str, torch.Tensor]:
-    """The weights of a model after its stages, before they are saved."""
+    """Return the weights of a model after its stages, before they are saved."""
     from adora_vl.builtin.small_model import fit
     from adora_vl.builtin.tiny_vl import prepare_tiny
 

@@ -32,7 +32,7 @@ def built_model(tmp_path_factory):
 @pytest.fixture
 def toolbox():
     """Return the toolbox of a run with zoom."""
-    view = View(SEEN_SIZE**2, SEEN_SIZE**2, 28)
+    view = View(low=SEEN_SIZE**2, high=SEEN_SIZE**2, unit=28)
     return Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
 
 
@@ -45,7 +45,14 @@ def tool_loop(toolbox: Toolbox, processor: Any) -> ToolLoop:
     def tokens_of_image(image: object) -> int:
         return 1
 
-    return ToolLoop(toolbox, processor, {}, tokens_of_image, 2, decode)
+    return ToolLoop(
+        toolbox,
+        processor,
+        chat_template_kwargs={},
+        count_image_tokens=tokens_of_image,
+        max_answers=2,
+        decode=decode,
+    )
 
 
 def test_what_follows_a_call_is_what_the_start_was_taught(built_model, toolbox):

@@ -18,7 +18,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import compute_fingerprint, fingerprint_differences
-from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.checkpoint.run_files import OLD_RUN_FOLDER
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
@@ -33,7 +32,7 @@ from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
-from tests.support.checkpoints import FINGERPRINT, write_checkpoint
+from tests.support.checkpoints import FINGERPRINT, start_of_run, write_checkpoint
 from tests.support.stand_ins import FakeAccelerator, training_config
 
 
@@ -91,24 +90,12 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
         assert store.describe_checkpoint_damage(newer) is None
         damage(newer)
         assert reason in str(store.describe_checkpoint_damage(newer)), name
-        start = choose_start_point(
-            tmp_path / name,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start = start_of_run(tmp_path / name)
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: "), name
         assert reason in start.notes[0], name
         with pytest.raises(UserError, match="is not whole|is no checkpoint folder"):
-            choose_start_point(
-                tmp_path / name,
-                resume_from_checkpoint=str(newer),
-                overwrite=False,
-                run_fingerprint=FINGERPRINT,
-                input_folders=(),
-            )
+            start_of_run(tmp_path / name, resume_from=str(newer))
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
@@ -117,20 +104,8 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint="auto",
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
-    start = choose_start_point(
-        tmp_path,
-        resume_from_checkpoint="auto",
-        overwrite=True,
-        run_fingerprint=FINGERPRINT,
-        input_folders=(),
-    )
+        start_of_run(tmp_path, resume_from="auto")
+    start = start_of_run(tmp_path, resume_from="auto", overwrite=True)
     assert start.checkpoint is None
     assert start.replaces_old_run
 
@@ -146,19 +121,11 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
     with pytest.raises(
         UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
     ):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
-            input_folders=(),
-        )
-    start = choose_start_point(
+        start_of_run(tmp_path, fingerprint={"adora_method.adora.factor": "0.2", "dataset": "xyz"})
+    start = start_of_run(
         tmp_path,
-        str(tmp_path / "checkpoint-10"),
-        False,
-        {**FINGERPRINT, "adora_method.adora.factor": "0.2"},
-        input_folders=(),
+        resume_from=str(tmp_path / "checkpoint-10"),
+        fingerprint={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
     )
     assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
 
@@ -178,32 +145,20 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         with pytest.raises(
             UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"
         ):
-            choose_start_point(
-                tmp_path,
-                resume_from_checkpoint=resume_from,
-                overwrite=False,
-                run_fingerprint={**SHARDED, "processes": "1"},
-                input_folders=(),
+            start_of_run(
+                tmp_path, resume_from=resume_from, fingerprint={**SHARDED, "processes": "1"}
             )
         with pytest.raises(
             UserError,
             match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT",
         ):
-            choose_start_point(
-                tmp_path,
-                resume_from_checkpoint=resume_from,
-                overwrite=False,
-                run_fingerprint={**SHARDED, "sharding": "none"},
-                input_folders=(),
+            start_of_run(
+                tmp_path, resume_from=resume_from, fingerprint={**SHARDED, "sharding": "none"}
             )
     universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
     (universal / "latest_universal").write_text("global_step")
-    assert choose_start_point(
-        tmp_path,
-        resume_from_checkpoint=str(universal),
-        overwrite=False,
-        run_fingerprint={**SHARDED, "processes": "1"},
-        input_folders=(),
+    assert start_of_run(
+        tmp_path, resume_from=str(universal), fingerprint={**SHARDED, "processes": "1"}
     ).notes[1:] == ["changed since then: processes: 2 -> 1"]
 
 
@@ -269,8 +224,13 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
 def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
     """A file with the classes that DeepSpeed's checkpoints have is read where code is refused."""
     address = fragment_address(3, 1)
-    # 4.0 is the initial scale, and comes back as `cur_scale`
-    scaler = DynamicLossScaler(4.0, 1000, 1.0, 2, consecutive_hysteresis=False)
+    scaler = DynamicLossScaler(
+        init_scale=4.0,  # comes back as `cur_scale`
+        scale_window=1000,
+        min_scale=1.0,
+        delayed_shift=2,
+        consecutive_hysteresis=False,
+    )
     content = {
         "stage": ZeroStageEnum(3),
         "loss_scaler": scaler,
@@ -316,41 +276,14 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 
     With auto, or without the key, a run resumes if there is a checkpoint.
     """
-    assert (
-        choose_start_point(
-            tmp_path / "new",
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        ).checkpoint
-        is None
-    )
+    assert start_of_run(tmp_path / "new").checkpoint is None
     with pytest.raises(UserError, match="true, but"):
-        choose_start_point(
-            tmp_path / "new",
-            resume_from_checkpoint="true",
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start_of_run(tmp_path / "new", resume_from="true")
     newest = write_checkpoint(tmp_path, 10)
     for word in (None, "auto", "true", True):
-        assert choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=word,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        ).checkpoint == str(newest)
+        assert start_of_run(tmp_path, resume_from=word).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint="false",
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start_of_run(tmp_path, resume_from="false")
 
 
 @pytest.mark.parametrize(
@@ -362,13 +295,7 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 )
 def test_a_folder_that_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, word, message):
     with pytest.raises(UserError, match=message):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=word,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start_of_run(tmp_path, resume_from=word)
 
 
 def test_differences_name_what_a_person_sets_first():
@@ -621,7 +548,7 @@ def test_rows_that_are_not_shuffled_all_have_their_turn():
     """
     sampler = EpochRepeatSampler(
         range(11),
-        2,
+        mini_repeat_count=2,
         batch_size=4,
         repeat_count=3,
         shuffle=False,
@@ -673,13 +600,15 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
         )
 
     assert (
-        fingerprint_differences(fingerprint_with_budget(None), fingerprint_with_budget(None, 2))
+        fingerprint_differences(
+            fingerprint_with_budget(None), fingerprint_with_budget(None, staleness=2)
+        )
         == []
     )
     assert "adora_rollouts.budget" not in fingerprint_with_budget(None)
     assert (
         len(fingerprint_differences(fingerprint_with_budget(None), fingerprint_with_budget(9))) == 2
     )
-    assert fingerprint_differences(fingerprint_with_budget(9), fingerprint_with_budget(9, 2)) == [
-        "adora_rollouts.staleness: 4 -> 2"
-    ]
+    assert fingerprint_differences(
+        fingerprint_with_budget(9), fingerprint_with_budget(9, staleness=2)
+    ) == ["adora_rollouts.staleness: 4 -> 2"]

@@ -25,7 +25,7 @@ from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_w
 
 @pytest.fixture(scope="module")
 def base_model() -> Any:
-    """A small language model in float64."""
+    """Return a small language model in float64."""
     return float64_model()
 
 
@@ -51,7 +51,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
     config = LoraConfig(
         **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}
     )
-    start = policy_with_adapter(base_model, config, "ref")
+    start = policy_with_adapter(base_model, config, second_adapter="ref")
     trained = deepcopy(start)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -62,7 +62,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
     assert {path.name for path in list_run_entries(tmp_path)} >= {"ref"}
 
     def differing_names() -> list[str]:
-        """The tensors that differ between the trained policy and the one that resumes."""
+        """Return the tensors that differ between the trained policy and the one that resumes."""
         start_tensors = start.state_dict()
         return [
             name
@@ -80,7 +80,9 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
 
 def test_an_adapter_that_does_not_fit_ends_in_one_line(base_model, tmp_path):
     """An adapter with a tensor missing, one too many or no config is refused, with the reason."""
-    model = policy_with_adapter(base_model, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
+    model = policy_with_adapter(
+        base_model, LoraConfig(r=4, target_modules=["q_proj"]), second_adapter="ref"
+    )
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -161,13 +163,17 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
             accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **sums
         )
 
-    assert LossSums(trainer(0, 2)).metadata() == {}, "the training has not begun"
+    assert LossSums(trainer(rank=0, ranks=2)).metadata() == {}, "the training has not begun"
     stopped = trainer(
-        0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
+        rank=0,
+        ranks=2,
+        _tr_loss=torch.tensor(0.1),
+        _total_loss_scalar=2.25,
+        _globalstep_last_logged=4,
     )
     mark_checkpoint_complete(tmp_path, LossSums.with_all_ranks(LossSums(stopped).metadata()))
     # the two ranks of the checkpoint had 0.1 and 0.5
-    for rank, ranks, rest in (
+    for rank, ranks, expected_sum in (
         (0, 2, 0.1),
         (1, 2, 0.5),
         (0, 1, (0.1 + 0.5) / 2),
@@ -185,5 +191,5 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         restore.load(tmp_path)
         restore.on_train_begin(None, None, None)
         restore.on_train_begin(None, None, None)  # the sums are written once
-        assert float(begun._tr_loss) == pytest.approx(rest)
+        assert float(begun._tr_loss) == pytest.approx(expected_sum)
         assert (begun._total_loss_scalar, begun._globalstep_last_logged) == (2.25, 4)

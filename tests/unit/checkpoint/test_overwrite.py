@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.checkpoint.resume import InputFolder, choose_start_point, lock_output_dir
+from adora_vl.checkpoint.resume import InputFolder, lock_output_dir
 from adora_vl.checkpoint.run_files import (
     OLD_RUN_FOLDER,
     WRITTEN_FILES_RECORD,
@@ -42,7 +42,7 @@ from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import STARTUP_LOG
-from tests.support.checkpoints import FINGERPRINT, write_checkpoint
+from tests.support.checkpoints import FINGERPRINT, start_of_run, write_checkpoint
 from tests.support.disk import folder_contents
 from tests.support.stand_ins import FakeAccelerator, training_config
 from tests.support.tiny_run import TINY_RUN_STEPS, tiny_run_arguments, train_tiny_run
@@ -69,8 +69,8 @@ def write_run(folder: Path, *steps: int) -> Path:
     write_record_file(
         folder / "rollouts",
         pa.table({"step": [1]}).replace_schema_metadata({"adora_vl": "{}"}),
-        1,
-        8,
+        first_step=1,
+        last_step=8,
     )
     (folder / "notes.txt").write_text("the user's")
     return folder
@@ -89,16 +89,10 @@ def names_of_files(folder: Path) -> set[str]:
 
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
-    """`choose_start_point` notes that the old run will be replaced, and leaves all its files."""
+    """The start notes that the old run will be replaced, and leaves all its files."""
     names_before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
-        start = choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=resume_from,
-            overwrite=True,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start = start_of_run(tmp_path, resume_from=resume_from, overwrite=True)
         assert start.checkpoint is None
         assert start.replaces_old_run
         assert str(tmp_path / OLD_RUN_FOLDER) in start.notes[-1]
@@ -115,20 +109,8 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     names_before = names_of_files(run)
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
-            choose_start_point(
-                run,
-                resume_from_checkpoint=resume_from,
-                overwrite=True,
-                run_fingerprint=FINGERPRINT,
-                input_folders=(),
-            )
-    start = choose_start_point(
-        run,
-        resume_from_checkpoint=str(elsewhere),
-        overwrite=True,
-        run_fingerprint=FINGERPRINT,
-        input_folders=(),
-    )
+            start_of_run(run, resume_from=resume_from, overwrite=True)
+    start = start_of_run(run, resume_from=str(elsewhere), overwrite=True)
     assert start.checkpoint == str(elsewhere)
     assert start.replaces_old_run
     move_old_run_aside(run)
@@ -157,22 +139,12 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         with pytest.raises(
             UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
         ):
-            choose_start_point(
-                run,
-                resume_from_checkpoint=str(run / name),
-                overwrite=overwrite,
-                run_fingerprint=FINGERPRINT,
-                input_folders=(),
-            )
+            start_of_run(run, resume_from=str(run / name), overwrite=overwrite)
     assert names_of_files(run) == names_before
     moved_checkpoint = (run / OLD_RUN_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    assert choose_start_point(
-        run,
-        resume_from_checkpoint=str(moved_checkpoint),
-        overwrite=True,
-        run_fingerprint=FINGERPRINT,
-        input_folders=(),
-    ).checkpoint == str(moved_checkpoint)
+    assert start_of_run(run, resume_from=str(moved_checkpoint), overwrite=True).checkpoint == str(
+        moved_checkpoint
+    )
 
 
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
@@ -214,21 +186,11 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
         with pytest.raises(
             UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
         ):
-            choose_start_point(
-                run,
-                resume_from_checkpoint=None,
-                overwrite=True,
-                run_fingerprint=FINGERPRINT,
-                input_folders=[InputFolder(key, str(run / inside))],
-            )
+            start_of_run(run, overwrite=True, input_folders=[InputFolder(key, str(run / inside))])
     assert names_of_files(run) == names_before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
-        assert choose_start_point(
-            run,
-            resume_from_checkpoint=None,
-            overwrite=True,
-            run_fingerprint=FINGERPRINT,
-            input_folders=[InputFolder("model_name_or_path", str(elsewhere))],
+        assert start_of_run(
+            run, overwrite=True, input_folders=[InputFolder("model_name_or_path", str(elsewhere))]
         ).replaces_old_run
 
 
@@ -246,13 +208,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
-        start = choose_start_point(
-            run,
-            resume_from_checkpoint=None,
-            overwrite=overwrite,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start = start_of_run(run, overwrite=overwrite)
         assert start.checkpoint is None
         if start.replaces_old_run:
             move_old_run_aside(run)
@@ -296,20 +252,8 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
-        choose_start_point(
-            run,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
-    assert choose_start_point(
-        run,
-        resume_from_checkpoint=None,
-        overwrite=True,
-        run_fingerprint=FINGERPRINT,
-        input_folders=(),
-    ).replaces_old_run
+        start_of_run(run)
+    assert start_of_run(run, overwrite=True).replaces_old_run
 
 
 @pytest.mark.slow
@@ -347,7 +291,7 @@ ERROR_ABOUT_USERS_FILES = (
 
 @pytest.fixture(scope="module")
 def finished_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with a table of completions, as `log_completions` leaves them."""
+    """Return a finished run with a table of completions, as `log_completions` leaves them."""
     run = shutil.copytree(adora_run, tmp_path_factory.mktemp("finished") / "run")
     write_completions(run, 1)
     return run
@@ -355,7 +299,7 @@ def finished_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def run(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, which a test may change."""
+    """Return a copy of the finished run, which a test may change."""
     return shutil.copytree(finished_run, tmp_path / "run")
 
 
@@ -698,30 +642,18 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint=FINGERPRINT,
-            input_folders=(),
-        )
+        start_of_run(tmp_path)
     write_checkpoint(tmp_path, 4)
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "
     ):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
-            input_folders=(),
-        )
+        start_of_run(tmp_path, fingerprint={**FINGERPRINT, "adora_method.adora.factor": "0.2"})
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
     """A stopped, resumed or killed run leaves nothing that is taken for a file of the user's."""
     assert list_users_files(resumed_run.folder) == []
-    mark_stopped(run, 4)
+    mark_stopped(run, step=4)
     for path in list_run_entries(run):
         if not CHECKPOINT_NAME_PATTERN.fullmatch(path.name) and path.name not in (
             "metrics.jsonl",
@@ -732,7 +664,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     (run / "checkpoint-4" / "complete").unlink()  # and has been damaged
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 5, "ki')
     write_users_file(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
-    mark_stopped(run, 4)
+    mark_stopped(run, step=4)
     assert list_users_files(run) == []
     refuse_users_files(run, overwrite=True)
     assert move_old_run_aside(run)

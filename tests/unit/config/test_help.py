@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adora_vl.config.help import asks_for_help, help_text
 from adora_vl.config.trl_keys import config_key_by_name
+from adora_vl.utils.convert import field_default
 from tests.support.commands import CONFIG_DATACLASSES
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +113,7 @@ def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
     for field in all_fields:
         if not field.init:
             continue
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+        default = field_default(field)
         default_from_source = key_by_name[field.name].default
         if default_from_source not in (default, MISSING):
             wrong_defaults[field.name] = (default_from_source, default)

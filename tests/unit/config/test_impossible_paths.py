@@ -16,7 +16,7 @@ PATH_KEYS = ("model_name_or_path", "output_dir", "resume_from_checkpoint")
 
 @pytest.fixture
 def loop(tmp_path):
-    """A link that leads to itself."""
+    """Return a link that leads to itself."""
     link = tmp_path / "loop"
     link.symlink_to(link)
     return str(link)

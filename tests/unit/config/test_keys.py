@@ -408,7 +408,7 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
     }
     for key, value in wrong_values.items():
         path.write_text(yaml.safe_dump({key: value}))
-        word = "null" if value is None else value
+        value_as_word = "null" if value is None else value
         with pytest.raises(UserError) as refused:
             AdoraGRPOConfig(
                 use_cpu=True,
@@ -418,10 +418,10 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
             )
         lines = [
             error_of_command("--config", str(path)),
-            error_of_command(f"--{key}={word}"),
+            error_of_command(f"--{key}={value_as_word}"),
             str(refused.value),
         ]
-        # Only the quotes may differ: on the command line a value is a text.
+        # Quotation marks may differ: on the command line a value is a text.
         unquoted_lines = {line.replace("'", "") for line in lines}
         assert len(unquoted_lines) == 1
         assert is_refusal(unquoted_lines.pop(), key)

@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from adora_vl.advantage import METHODS, Groups, Method, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.methods import build_pipeline, check_methods, notes_on_methods
+from adora_vl.utils.convert import field_default
 from adora_vl.utils.errors import UserError
 from tests.support.commands import parse
 from tests.support.examples import example_entry
@@ -47,8 +48,8 @@ def test_the_default_is_adora_by_its_own_keys():
     assert training_config.adora_method["adora"]["factor"] == 0.3
     assert training_config.loss_type == "dapo"  # TRL's default is left alone
     options = build_pipeline(training_config).adora_options
-    assert options.factor == Schedule(0.3)
-    assert options.tau == Schedule(0.4)
+    assert options.factor == Schedule(start=0.3)
+    assert options.tau == Schedule(start=0.4)
     assert options.mode == "attenuation"
     assert not build_pipeline(training_config).keeps_trl_advantages
     assert notes_on_methods(training_config) == []
@@ -107,7 +108,7 @@ def test_options_come_from_a_yaml_block(tmp_path):
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
     options = build_pipeline(parse([*CPU, "--config", str(path)])[1]).adora_options
-    assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40))
+    assert options.factor == Schedule(start=0.1, end=1.0, shape="cosine", steps=(0, 40))
     assert options.steps == (0, 50)
 
 
@@ -322,9 +323,7 @@ def defaults_of(name: str) -> dict[str, object]:
     """Return the default of each option of a method; of a schedule its first value."""
     default_by_option: dict[str, object] = {}
     for option in fields(METHODS[name]):
-        default = option.default
-        if option.default_factory is not MISSING:
-            default = option.default_factory()
+        default = field_default(option)
         default_by_option[option.name] = default.start if isinstance(default, Schedule) else default
     return default_by_option
 

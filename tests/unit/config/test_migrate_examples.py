@@ -230,7 +230,7 @@ def migrated_config(example: str, folder: Path, words: list[str]) -> Path:
 
 
 def dataset_words(trainer: str, file: Path) -> list[str]:
-    """The words of a command that name a data set in the trainer's way."""
+    """Return the words of a command that name a data set in the trainer's way."""
     if trainer in ("easyr1", "verl"):
         return [f"data.train_files={file}"]
     return ["--dataset" if trainer == "swift" else "--dataset_name", str(file)]

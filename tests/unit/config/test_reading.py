@@ -261,7 +261,7 @@ def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces
     file = ["--config", str(tmp_path / "c.yaml"), *CPU]
     config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
     assert (config.adora_rollouts, config.chat_template_kwargs) == (
-        RolloutOptions(3, budget=8),
+        RolloutOptions(refill=3, budget=8),
         {"a": 1, "b": True},
     )
     assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(

@@ -34,10 +34,10 @@ from tests.support.stand_ins import checked_config
 from tests.support.tiny_run import tiny_run_arguments
 
 
-def error_of(check: Any, *values: Any) -> str:
-    """Return the error that a check raises for these values; empty if it raises none."""
+def error_of(check: Any, *values: Any, **options: int) -> str:
+    """Return the error that a check raises for these arguments; empty if it raises none."""
     try:
-        check(*values)
+        check(*values, **options)
     except UserError as error:
         return str(error)
     return ""
@@ -231,23 +231,27 @@ def test_keys_that_go_together_are_taken() -> None:
     )
     check_machine.check_schedule(schedule)
     check_machine.build_lr_schedule(schedule, 10)
-    budget: dict[str, Any] = {
+    with_budget: dict[str, Any] = {
         "adora_rollouts": {"budget": 100},
         "use_vllm": True,
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    with_refills = {"adora_rollouts": {"budget": 100, "refill": 2}, "vllm_tensor_parallel_size": 2}
-    parameters = {"generation_kwargs": {"stop_token_ids": [3], "repetition_detection": {}}}
-    servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
-    ahead = {"adora_rollouts": {"ahead": 1}, **servers}
-    several = {"vllm_server_base_url": "http://a:1,http://b:1", **servers}
-    without = {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2}
-    for changed_keys in ({}, with_refills, parameters, ahead, several, without):
-        keys = checked_config(**{**budget, **changed_keys})
-        check_keys.check_budget(keys)
-        check_keys.check_sampling_ahead(keys)
-        check_keys.check_servers(keys)
+    on_servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
+    # Each run below differs from `with_budget` by these keys.
+    changed_keys_of_runs: list[dict[str, Any]] = [
+        {},
+        {"adora_rollouts": {"budget": 100, "refill": 2}, "vllm_tensor_parallel_size": 2},
+        {"generation_kwargs": {"stop_token_ids": [3], "repetition_detection": {}}},
+        {"adora_rollouts": {"ahead": 1}, **on_servers},
+        {"vllm_server_base_url": "http://a:1,http://b:1", **on_servers},
+        {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2},
+    ]
+    for changed_keys in changed_keys_of_runs:
+        config = checked_config(**{**with_budget, **changed_keys})
+        check_keys.check_budget(config)
+        check_keys.check_sampling_ahead(config)
+        check_keys.check_servers(config)
 
 
 def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
@@ -327,9 +331,9 @@ def test_what_samples_with_older_weights_learns_by_the_engine_in_either_way() ->
 def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
     """Transformers makes a rate of 0 of NaN."""
     for rate in (float("nan"), float("inf")):
-        keys = checked_config(lr_scheduler_type="cosine_with_min_lr")
-        keys.lr_scheduler_kwargs = {"min_lr_rate": rate}
-        line = error_of(check_machine.check_schedule, keys)
+        config = checked_config(lr_scheduler_type="cosine_with_min_lr")
+        config.lr_scheduler_kwargs = {"min_lr_rate": rate}
+        line = error_of(check_machine.check_schedule, config)
         assert line.startswith("lr_scheduler_kwargs: min_lr_rate: "), line
 
 
@@ -360,19 +364,16 @@ def test_a_dry_run_for_another_machine_takes_tf32(bf16: bool) -> None:
 
 
 def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
-    """A budget of tokens is refused if a process has less than a whole group in a micro-batch.
-
-    Half a group of 8 on each of two processes is what TRL allows.
-    """
-    keys = checked_config(
+    """A budget of tokens is refused if a process has less than a whole group in a micro-batch."""
+    config = checked_config(
         adora_rollouts={"budget": 100},
         use_vllm=True,
         per_device_train_batch_size=16,
         vllm_importance_sampling_mode="token_truncate",
     )
-    # half a group of 8 on each of two processes, which TRL allows
-    keys.per_device_train_batch_size = 4
-    line = error_of(check_keys.check_budget, keys)
+    # Half a group of 8 on each of two processes, which TRL allows.
+    config.per_device_train_batch_size = 4
+    line = error_of(check_keys.check_budget, config)
     assert "4 rollouts per process, which are no whole groups" in line
 
 
@@ -388,10 +389,11 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
 
     One key-value head is taken, since vLLM repeats it. In server mode nothing is checked.
     """
-    keys = checked_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    config = checked_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     text = {"num_attention_heads": 4, "num_key_value_heads": 1}
     tower = {"num_heads": 4, "intermediate_size": 8}
-    assert error_of(check_tensor_parallel, keys, model_config_with(text, tower), 4) == ""
+    model_config = model_config_with(text, tower)
+    assert error_of(check_tensor_parallel, config, model_config, processes=4) == ""
     for sizes, name, wrong_size, part_in_words in (
         (text, "num_attention_heads", 3, "3 attention heads of the model"),
         (tower, "num_heads", 5, "5 attention heads of its vision tower"),
@@ -400,11 +402,12 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
     ):
         right_size = sizes[name]
         sizes[name] = wrong_size
-        line = error_of(check_tensor_parallel, keys, model_config_with(text, tower), 4)
+        model_config = model_config_with(text, tower)
+        line = error_of(check_tensor_parallel, config, model_config, processes=4)
         assert line.startswith(f"vllm_tensor_parallel_size: 2 does not divide the {part_in_words}")
         sizes[name] = right_size
-    keys.vllm_mode = "server"
-    check_tensor_parallel(keys, model_config_with(text, tower), 3)
+    config.vllm_mode = "server"
+    check_tensor_parallel(config, model_config_with(text, tower), processes=3)
 
 
 INDEX = "model.safetensors.index.json"
@@ -477,24 +480,26 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
     vLLM checks its options with pydantic, whose errors have a first line without a reason.
     """
 
-    class Options(BaseModel):
+    class EngineOptions(BaseModel):
+        """Options of which one is a number."""
+
         heads: int
 
     with pytest.raises(ValidationError) as caught:
-        Options.model_validate({"heads": "many"})
+        EngineOptions.model_validate({"heads": "many"})
     assert describe_error(caught.value) == (
         "ValidationError: Input should be a valid integer, unable to parse string as an integer"
     )
 
-    class Whole(BaseModel):
-        """An error that names no field."""
+    class RefusedOptions(BaseModel):
+        """Options that are refused as a whole, by an error that names no field."""
 
         @model_validator(mode="after")
-        def refuse(self) -> Whole:
+        def refuse(self) -> RefusedOptions:
             raise ValueError("the engine is too small")
 
     with pytest.raises(ValidationError) as caught:
-        Whole()
+        RefusedOptions()
     assert describe_error(caught.value) == "ValidationError: Value error, the engine is too small"
 
 
@@ -503,7 +508,7 @@ def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> Non
 
     They do in Qwen2.5-VL-3B; 7B has two weights.
     """
-    setting = Setting(False, torch.device("cpu"))
+    setting = Setting(full=False, device=torch.device("cpu"))
     tied = setting.config("3B", layers=1)
     untied = setting.config("7B", layers=1)
     for name, key in (

@@ -15,7 +15,6 @@ from adora_vl.checkpoint.fingerprint import (
     compute_fingerprint,
     fingerprint_differences,
 )
-from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
 from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
@@ -29,7 +28,7 @@ from data_prep.survey import survey_dataset, whole_prompt_lines
 from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import start_of_run, write_checkpoint
 from tests.support.commands import parse
 from tests.support.user_tables import run_convert, write_user_jsonl
 
@@ -98,25 +97,25 @@ def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def script_arguments(*arguments: object) -> Any:
-    """The script arguments of a training command with these words."""
+    """Return the script arguments of a training command with these words."""
     return parse([*CPU, *map(str, arguments)])[0]
 
 
 def training_prompts(folder: Path, *words: str) -> list[str]:
-    """The text of each row's last message."""
+    """Return the text of each row's last message."""
     script = script_arguments("--dataset_name", folder, *words)
     rows = load_rows(script, data_folders(script), seed=0)
     return [row["prompt"][-1]["content"] for row in rows]
 
 
 def evaluation_options(folder: Path, *words: str) -> Any:
-    """The options that name the data of an evaluation with these words."""
+    """Return the options that name the data of an evaluation with these words."""
     arguments = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
     return parse_evaluation(arguments, BENCHMARK).ask_options.data
 
 
 def evaluation_prompts(folder: Path, *words: str) -> list[str]:
-    """The prompt of each problem of an evaluation."""
+    """Return the prompt of each problem of an evaluation."""
     problems = BENCHMARK.load(evaluation_options(folder, *words)).problems
     return [problem.prompt for problem in problems]
 
@@ -201,40 +200,20 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
         folder: {**fingerprint_of(folder), "adora_prompt": "null"}
         for folder in (data_with_choices, drawn_data)
     }
-    assert (
-        fingerprint_differences(fingerprint_before[drawn_data], fingerprint_of(drawn_data)) == []
-    ), "nothing has changed without choices"
-    assert (
-        fingerprint_differences(
-            fingerprint_before[data_with_choices],
-            fingerprint_of(data_with_choices, "--adora_prompt", "null"),
-        )
-        == []
-    )
-    assert (
-        fingerprint_differences(
-            fingerprint_before[data_with_choices],
-            fingerprint_of(data_with_choices, "--adora_prompt", "{problem}"),
-        )
-        == []
-    )
+    for folder, prompt_words in (
+        (drawn_data, ()),
+        (data_with_choices, ("--adora_prompt", "null")),
+        (data_with_choices, ("--adora_prompt", "{problem}")),
+    ):
+        fingerprint_now = fingerprint_of(folder, *prompt_words)
+        assert fingerprint_differences(fingerprint_before[folder], fingerprint_now) == []
     checkpoint = write_checkpoint(tmp_path, 10, fingerprint_before[data_with_choices])
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
-        choose_start_point(
-            tmp_path,
-            resume_from_checkpoint=None,
-            overwrite=False,
-            run_fingerprint=fingerprint_of(data_with_choices),
-            input_folders=(),
-        )
-    started = choose_start_point(
-        tmp_path,
-        resume_from_checkpoint=None,
-        overwrite=False,
-        run_fingerprint=fingerprint_of(data_with_choices, "--adora_prompt", "null"),
-        input_folders=(),
+        start_of_run(tmp_path, fingerprint=fingerprint_of(data_with_choices))
+    started = start_of_run(
+        tmp_path, fingerprint=fingerprint_of(data_with_choices, "--adora_prompt", "null")
     )
     assert started.checkpoint == str(checkpoint)
 

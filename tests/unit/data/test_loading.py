@@ -52,7 +52,7 @@ COLUMNS = ("problem=q", "answer=a")
 
 @pytest.fixture(scope="module")
 def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two prepared folders, `large` and `small`, with 24 and 5 training rows.
+    """Return two prepared folders, `large` and `small`, with 24 and 5 training rows.
 
     They were made of 30 rows with the further column `tip`, and of 6; a fifth is the test split.
     """
@@ -70,7 +70,7 @@ def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def script_arguments(*arguments: object) -> Any:
-    """The script arguments of a training command with these words."""
+    """Return the script arguments of a training command with these words."""
     return parse([*CPU, *map(str, arguments)])[0]
 
 

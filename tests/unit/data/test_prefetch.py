@@ -210,7 +210,14 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
     """
     for shuffle, processes in product([True, False], [1, 2]):
         with subtests.test(f"{shuffle} {processes}"):
-            sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
+            sampler = EpochRepeatSampler(
+                range(11),
+                mini_repeat_count=3,
+                batch_size=2,
+                repeat_count=4,
+                shuffle=shuffle,
+                seed=7,
+            )
             generations = []
             size = 6 // processes
             for epoch in (0, 1):
@@ -230,8 +237,9 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
     """`following` changes neither what the sampler draws next nor any global random state."""
-    sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
-    undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
+    options = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 1, "seed": 7}
+    sampler = EpochRepeatSampler(range(9), shuffle=True, **options)
+    undisturbed = EpochRepeatSampler(range(9), shuffle=True, **options)
     states_before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     iterator = iter(sampler)
     sampler.following([0], 0)
@@ -289,7 +297,7 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
 
 
 def logged_steps(folder: Path) -> list[dict[str, Any]]:
-    """The steps in the log, without the times."""
+    """Return the steps in the log, without the times."""
     # parts of the keys whose values depend on the machine's speed or memory
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
     steps = []

@@ -63,7 +63,7 @@ BATCH = [
     "40",
 ]
 ENGINE = ["--use_vllm", "true", "--vllm_importance_sampling_mode", "token_truncate"]
-PICTURE = {"bytes": encode_picture(draw_figure(1, 140)), "path": None}  # 25 image tokens
+PICTURE = {"bytes": encode_picture(draw_figure(1, size=140)), "path": None}  # 25 image tokens
 SHORT = "Find x."
 LONG = "Find x. " * 60
 
@@ -109,7 +109,7 @@ def data_with_long_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    """The processor of the tiny model."""
+    """Return the processor of the tiny model."""
     return load_processor(str(PRETRAINED_FOLDER))
 
 
@@ -338,13 +338,18 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
     assert list(stored_image_sizes(rows_of_text.data.table)) == [[], []]
     # The text has a token, and an unreadable image none.
-    lengths = measure_prompts([("a", "x", [None])], count_characters, PixelLimits(1, 100, 1), 1)
+    lengths = measure_prompts(
+        [("a", "x", [None])],
+        count_characters,
+        PixelLimits(min_pixels=1, max_pixels=100, token_side=1),
+        1,
+    )
     assert lengths.prompt_tokens == [1]
     assert lengths.image_tokens == [0]
 
 
 def count_characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
-    """The tokens of each text: a character and an image are one token each."""
+    """Return the tokens of each text: a character and an image are one token each."""
     pairs = zip(texts, images, strict=True)
     return [len(text) + n_images for text, n_images in pairs]
 
@@ -356,7 +361,7 @@ def test_an_image_that_the_processor_refuses_is_named(
 
     One side is over 200 times the other.
     """
-    thin_picture = draw_figure(1, 900).resize((900, 4))
+    thin_picture = draw_figure(1, size=900).resize((900, 4))
     thin = {"bytes": encode_picture(thin_picture), "path": None}
     folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for arguments in ((), ("--dry-run",)):
@@ -549,8 +554,12 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
     assert plan.run.messages.unchecked == ["measured on the first 8 of 12 rows (--rows)"]
 
 
-def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]:
-    """Return the problems of an evaluation that are asked, with a limit of so many tokens."""
+def problems_asked(*problems: Problem, error_or_drop: str) -> list[Problem]:
+    """Return the problems of an evaluation that are asked, with a limit of 110 tokens.
+
+    `error_or_drop`: what becomes of a problem that is longer, as in `adora_overlong_prompts`.
+    """
+    limit = 110
     token_limit = ContextLimit(
         tokens=limit,
         completion_tokens=10,
@@ -561,12 +570,12 @@ def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]
     overlong = PromptLengthFilter(
         token_limit,
         counter=count_characters,
-        pixels=PixelLimits(1, 100, 1),
-        error_or_drop=policy,
+        pixels=PixelLimits(min_pixels=1, max_pixels=100, token_side=1),
+        error_or_drop=error_or_drop,
         prints_warnings=True,
     )
     task = EvaluationTask(BENCHMARK, list(problems))
-    plan = drop_overlong_problems(EvaluationPlan([task], 1, True), overlong)
+    plan = drop_overlong_problems(EvaluationPlan([task], every=1, at_start=True), overlong)
     return plan.tasks[0].problems
 
 
@@ -581,17 +590,17 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
         raise AssertionError("an image was decoded")
 
     question = "x" * 20
-    small = Problem({"pid": "a"}, question, 1, images, lambda: [(3, 3)])
-    large = Problem({"pid": "b"}, question, 1, images, lambda: [(10, 10)])
+    small = Problem({"pid": "a"}, question, n_images=1, images=images, sizes=lambda: [(3, 3)])
+    large = Problem({"pid": "b"}, question, n_images=1, images=images, sizes=lambda: [(10, 10)])
     message = r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100"
     with pytest.raises(UserError, match=message):
-        problems_asked(110, "error", small, large)
-    assert problems_asked(110, "drop", small, large) == [small]
+        problems_asked(small, large, error_or_drop="error")
+    assert problems_asked(small, large, error_or_drop="drop") == [small]
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
-    picture = draw_figure(0, 30).resize((10, 10))
-    decoded = Problem({"pid": "c"}, question, 1, lambda: [picture])
-    broken_problem = Problem({"pid": "d"}, question, 1, lambda: [][0])
-    assert problems_asked(110, "drop", decoded, broken_problem) == [broken_problem], (
+    picture = draw_figure(0, size=30).resize((10, 10))
+    decoded = Problem({"pid": "c"}, question, n_images=1, images=lambda: [picture])
+    broken_problem = Problem({"pid": "d"}, question, n_images=1, images=lambda: [][0])
+    assert problems_asked(decoded, broken_problem, error_or_drop="drop") == [broken_problem], (
         "the evaluation counts one that cannot be read"
     )
 

@@ -5,6 +5,7 @@ alone.
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean
 from adora_vl.utils.errors import UserError
 from tests.support.disk import file_contents
 from tests.support.geometry3k import (
-    Damage,
     read_quarantined_rows,
     run_prepare_geometry3k,
     write_problem_folder,
@@ -53,6 +53,10 @@ def two_frame_picture(form: str) -> bytes:
     """Return a picture of two frames."""
     frames = [draw_figure(1), draw_figure(2)]
     return encode_picture(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+# A function that damages the folder of a problem.
+Damage = Callable[[Path], object]
 
 
 def remove_file(name: str) -> Damage:
@@ -313,29 +317,34 @@ def folders_with_leaks(tmp_path: Path) -> Path:
     The held-out ones are test/900 and val/800. The comments say how each of the others differs.
     """
     raw = tmp_path / "raw"
-    figure = draw_figure(1, 300)
+    figure = draw_figure(1, size=300)
     write_problem_folder(
-        raw, "test", 900, encode_picture(figure), problem_text="Find m \\widehat A B ."
+        raw, "test", number=900, image=encode_picture(figure), problem_text="Find m \\widehat A B ."
     )
-    write_problem_folder(raw, "val", 800, encode_picture(draw_figure(2)))
+    write_problem_folder(raw, "val", number=800, image=encode_picture(draw_figure(2)))
     # the very pixels
     write_problem_folder(
-        raw, "train", 1, encode_picture(figure), problem_text="find  m \\widehat A B"
+        raw, "train", number=1, image=encode_picture(figure), problem_text="find  m \\widehat A B"
     )
     # seen again by a camera
     write_problem_folder(
-        raw, "train", 2, encode_picture(figure.resize((190, 190)), "JPEG", quality=60)
+        raw, "train", number=2, image=encode_picture(figure.resize((190, 190)), "JPEG", quality=60)
     )
     # another question
-    write_problem_folder(raw, "train", 3, encode_picture(figure), problem_text="Find the radius.")
-    # the same figure, another number
-    write_problem_folder(raw, "train", 4, encode_picture(figure.resize((190, 190))), answer="A")
-    write_problem_folder(raw, "train", 5, encode_picture(draw_figure(3)))  # another figure
     write_problem_folder(
-        raw, "train", 6, encode_picture(draw_figure(3))
+        raw, "train", number=3, image=encode_picture(figure), problem_text="Find the radius."
+    )
+    # the same figure, another number
+    write_problem_folder(
+        raw, "train", number=4, image=encode_picture(figure.resize((190, 190))), answer="A"
+    )
+    # another figure
+    write_problem_folder(raw, "train", number=5, image=encode_picture(draw_figure(3)))
+    write_problem_folder(
+        raw, "train", number=6, image=encode_picture(draw_figure(3))
     )  # twice in one split is no leak
     write_problem_folder(
-        raw, "train", 7, encode_picture(draw_figure(2))
+        raw, "train", number=7, image=encode_picture(draw_figure(2))
     )  # of the other held-out split
     return raw
 
@@ -366,15 +375,15 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
     assert [line["id"][-1] for line in lines] == ["1", "2", "7"]
     assert {line["reason"] for line in lines} == {"leak"}
     original_bytes = [(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]]
-    assert encode_picture(draw_figure(1, 300)) in original_bytes
+    assert encode_picture(draw_figure(1, size=300)) in original_bytes
 
 
 def test_leaks_that_are_kept_are_reported_all_the_same(
     folders_with_leaks: Path, tmp_path: Path
 ) -> None:
     """Leaks that `--keep-leaks` keeps, or that are between two held-out splits, are reported."""
-    write_problem_folder(tmp_path / "held", "val", 1, encode_picture(draw_figure(1)))
-    write_problem_folder(tmp_path / "held", "test", 2, encode_picture(draw_figure(1)))
+    write_problem_folder(tmp_path / "held", "val", number=1, image=encode_picture(draw_figure(1)))
+    write_problem_folder(tmp_path / "held", "test", number=2, image=encode_picture(draw_figure(1)))
     for raw, options, leak_count in (
         (folders_with_leaks, ("--keep-leaks",), 3),
         (tmp_path / "held", (), 1),
@@ -392,9 +401,11 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     """One of the two golds is wrong: no reason to train on the test question."""
-    write_problem_folder(tmp_path / "raw", "test", 1, encode_picture(draw_figure(1)))
-    write_problem_folder(tmp_path / "raw", "train", 2, encode_picture(draw_figure(1)), answer="A")
-    write_problem_folder(tmp_path / "raw", "train", 3)
+    write_problem_folder(tmp_path / "raw", "test", number=1, image=encode_picture(draw_figure(1)))
+    write_problem_folder(
+        tmp_path / "raw", "train", number=2, image=encode_picture(draw_figure(1)), answer="A"
+    )
+    write_problem_folder(tmp_path / "raw", "train", number=3)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     assert stored_ids(tmp_path / "out", "train") == ["train/3"]
 

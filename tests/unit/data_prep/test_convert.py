@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
             rows = list(stored_rows(folder / "out", "train"))
             pictures = [open_stored_image(row).tobytes() for row in rows]
             # those of the first, the second and the fourth row; the third has none
-            assert pictures == [draw_figure(n, 60).tobytes() for n in (0, 1, 3)]
+            assert pictures == [draw_figure(n, size=60).tobytes() for n in (0, 1, 3)]
             assert all(fault_in_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
             assert manifest is not None
@@ -206,7 +206,7 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
 
     A text of more than 1,024 characters is never taken for a path.
     """
-    large_picture = encode_picture(draw_figure(7, 400))
+    large_picture = encode_picture(draw_figure(7, size=400))
     assert len(base64.b64encode(large_picture)) > 1024
     rows = [
         {"q": "?a", "a": "1", "i": [PNG_FILES[0], PNG_FILES[1]]},
@@ -670,7 +670,7 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
         content = picture_bytes("/".join(parts), ImageSource(inside, inside))
     except PictureError:
         return
-    assert content == encode_picture(draw_figure(1, 60)), (
+    assert content == encode_picture(draw_figure(1, size=60)), (
         "another file than the one inside was read"
     )
 

@@ -33,7 +33,7 @@ PASS_RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows
 
 @pytest.fixture(scope="module")
 def drawn_data(tmp_path_factory):
-    """A folder of drawn problems: six in the split `train`, three in `test`."""
+    """Return a folder of drawn problems: six in the split `train`, three in `test`."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     assert main(["synthetic", "--output", str(folder), "--rows", "6", "--test-rows", "3"]) == 0
     return folder
@@ -104,7 +104,7 @@ def run_filter(drawn_data, output, *arguments):
 
 
 def read_split_rows(folder, split="train"):
-    """The rows of a split of prepared data."""
+    """Return the rows of a split of prepared data."""
     return load_split(folder, split).to_list()
 
 
@@ -282,10 +282,10 @@ def test_rates_at_the_edges_by_hand():
     assert 0.0 not in PassRateRange(0.1, 0.9)
     assert 1.0 not in PassRateRange(0.1, 0.9)
     assert 1.0 in PassRateRange(0.0, 1.0)
-    assert AnswerTally(3, 8).rate == 0.375
+    assert AnswerTally(right=3, answers=8).rate == 0.375
     row = {"pid": "a", "answer": "5", "response": r"\boxed{5}"}
     assert count_right_answers([row, {**row, "sample": 1, "response": "5"}]) == {
-        "a": AnswerTally(1, 2)
+        "a": AnswerTally(right=1, answers=2)
     }, "as in training: the box counts"
 
 

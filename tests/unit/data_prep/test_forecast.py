@@ -118,7 +118,7 @@ def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
 
 
 def answer_row(pid: str, sample: int, *, is_right: bool, **fields: object) -> dict[str, object]:
-    """A row of predictions, whose right answer is 5."""
+    """Return a row of predictions, whose right answer is 5."""
     return {
         "pid": pid,
         "sample": sample,
@@ -142,9 +142,9 @@ def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
     """
     answers = []
     for number in range(22):
-        answers.append(answer_row(f"whole/{number}", 0, is_right=True))
-        answers.append(answer_row(f"whole/{number}", 1, is_right=False))
-    answers.append(answer_row("cut off", 0, is_right=True))
+        answers.append(answer_row(f"whole/{number}", sample=0, is_right=True))
+        answers.append(answer_row(f"whole/{number}", sample=1, is_right=False))
+    answers.append(answer_row("cut off", sample=0, is_right=True))
     answers += [
         answer_row("never asked", sample, is_right=False, finish_reason="image_failed", n_tokens=0)
         for sample in range(2)
@@ -174,7 +174,7 @@ def test_rounding_counts_as_in_filtering(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["input", "output", "model", "predictions"])
 def test_an_option_without_effect_is_refused(tmp_path, capsys, option):
-    write_answers(tmp_path / "predictions.jsonl", [answer_row("1", 0, is_right=True)])
+    write_answers(tmp_path / "predictions.jsonl", [answer_row("1", sample=0, is_right=True)])
     assert main(["filter", "--attenuation", str(tmp_path), f"--{option}", "there"]) == 2
     assert f"{option}: there has no effect with --attenuation" in capsys.readouterr().err
 
@@ -193,8 +193,10 @@ def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
         "truncated": [False] * 3,
     }
     table = make_table(columns, {"num_generations": 3})
-    write_record_file(folder, table, 1, 1)
-    write_record_file(folder, table, 1, 2)  # as if the first one had been merged into it
+    write_record_file(folder, table, first_step=1, last_step=1)
+    write_record_file(
+        folder, table, first_step=1, last_step=2
+    )  # as if the first one had been merged into it
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     assert "1 of 1" in capsys.readouterr().out
     assert main(["filter", "--attenuation", str(tmp_path), "--rounding"]) == 2

@@ -248,7 +248,7 @@ def test_a_field_of_a_benchmarks_row(
 
 
 def loading_error(benchmark: Any, words: list[str]) -> str | None:
-    """The error with which a benchmark refuses its data; None where it takes them."""
+    """Return the error with which a benchmark refuses its data; None where it takes them."""
     options = parse_command(words, benchmark).ask_options.data
     try:
         benchmark.load(options)

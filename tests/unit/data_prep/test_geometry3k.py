@@ -202,7 +202,7 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
 
     A transparent picture gets a white background.
     """
-    write_half_transparent_problem(tmp_path / "raw", "val", 2101)
+    write_half_transparent_problem(tmp_path / "raw", "val", number=2101)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = read_only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101"
@@ -235,7 +235,7 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     folder = write_half_transparent_problem(tmp_path / "raw")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
-    draw_figure(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
+    draw_figure(1, size=400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
     arguments = ("--max-pixels", "20000")
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", *arguments) == 0
     # multiples of 28 with at most 20,000 pixels: what the model's processor would choose
@@ -402,7 +402,7 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
     """
     for number in range(60):
         write_problem_folder(tmp_path / "raw", number=number)
-    write_problem_folder(tmp_path / "raw", "val", 100)
+    write_problem_folder(tmp_path / "raw", "val", number=100)
     (tmp_path / "zips").mkdir()
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip", "w") as archive:
         for path in sorted((tmp_path / "raw" / "train").rglob("*.*")):
@@ -545,7 +545,7 @@ def write_zip(path: Path, folders: list[str], tmp_path: Path) -> None:
 
 
 def row_count_by_split(root: Path) -> dict[str, int | None]:
-    """The number of problems in each split of a folder or an archive."""
+    """Return the number of problems in each split of a folder or an archive."""
     return {split: rows.row_count for split, rows in rows_of_folders(root).items()}
 
 

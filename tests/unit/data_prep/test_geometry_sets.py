@@ -24,7 +24,7 @@ WriteDataset = Callable[[Path], None]
 
 
 def commands_of_page() -> dict[str, list[str]]:
-    """The options of `convert` in the table of the page, by the name of the set."""
+    """Return the options of `convert` in the table of the page, by the name of the set."""
     table = DATA_FORMATS_PAGE.read_text(encoding="utf-8").partition(
         "## Published sets of geometry\n"
     )[2]

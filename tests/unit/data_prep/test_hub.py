@@ -107,7 +107,7 @@ def hub_with_commits(commits: dict[str, dict[str, bytes]], requests: list[str]) 
 
 
 def parquet_with_problem(tmp_path: Path, problem: str) -> bytes:
-    """The bytes of a Parquet file in the hub's format, with one row of this problem."""
+    """Return the bytes of a Parquet file in the hub's format, with one row of this problem."""
     features = Features(
         {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
     )
@@ -176,7 +176,7 @@ class HubClient:
 
 @pytest.fixture
 def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
-    """Two commits of a data set, by hash: the older one asks for x, the newer one for y."""
+    """Return two commits of a data set, by hash: the older one asks for x, the newer one for y."""
     name = "data/train-00000-of-00001.parquet"
     return {
         OLD_COMMIT: {name: parquet_with_problem(tmp_path, "Find x."), "README.md": b"# ours"},

@@ -35,7 +35,7 @@ from tests.support.geometry3k import run_prepare_geometry3k, write_problem_folde
 from tests.support.paths import REPOSITORY
 
 
-def prepare_synthetic(output: Path, rows: int = 3, *options: str) -> int:
+def prepare_synthetic(output: Path, *options: str, rows: int = 3) -> int:
     """Run the command that draws `rows` problems and two test problems; return its exit code."""
     return main(
         ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *options]
@@ -61,12 +61,9 @@ def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_p
     """
     assert prepare_synthetic(tmp_path / "out") == 0
     contents_before = file_contents(tmp_path / "out")
-    interrupt_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
-    assert (
-        prepare_synthetic(tmp_path / "out", 100, "--overwrite")
-        == prepare_synthetic(tmp_path / "new", 100)
-        == 130
-    )
+    interrupt_at_row(monkeypatch, row_index=70)  # a batch of 64 rows is on the disk by then
+    assert prepare_synthetic(tmp_path / "out", "--overwrite", rows=100) == 130
+    assert prepare_synthetic(tmp_path / "new", rows=100) == 130
     assert file_contents(tmp_path / "out") == contents_before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -121,7 +118,7 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         assert "--overwrite" in error
         assert error.count("\n") == 1
         assert file_contents(tmp_path / "out") == contents_before
-    assert prepare_synthetic(tmp_path / "out", 5, "--overwrite") == 0
+    assert prepare_synthetic(tmp_path / "out", "--overwrite", rows=5) == 0
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest["counts"] == {"train": 5, "test": 2}
@@ -220,13 +217,13 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def synthetic_command(output: Path, rows: int) -> list[str]:
-    """The command that draws `rows` problems into a folder, in place of what is there."""
+    """Return the command that draws `rows` problems into a folder, in place of what is there."""
     arguments = ["--output", str(output), "--rows", str(rows), "--test-rows", "0", "--overwrite"]
     return [sys.executable, "-m", "data_prep", "synthetic", *arguments]
 
 
 def partial_folders(output: Path) -> list[Path]:
-    """The folders beside an output into which it is being written."""
+    """Return the folders beside an output into which it is being written."""
     return sorted(output.parent.glob(f".{output.name}.*"))
 
 
@@ -253,7 +250,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     contents_before = file_contents(output)
     process = subprocess.Popen(
-        synthetic_command(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
+        synthetic_command(output, rows=100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
     try:  # until rows are on the disk
         wait_until(
@@ -316,7 +313,7 @@ def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
 
 
 def living_processes(session: int) -> list[int]:
-    """The living processes of a session."""
+    """Return the living processes of a session."""
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -226,6 +226,106 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
 INSTRUCTION = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
 
 
+INSTRUCTION_OF_COUNTING = (
+    "Output the thinking process in <think> </think> and\n"
+    " final answer (number) in <answer> </answer> tags."
+)
+INSTRUCTION_OF_GEO3K = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide "
+    "the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+    "The final answer MUST BE put in \\boxed{}."
+)
+ROW_OF_VERL = {
+    "data_source": "hiyouga/geometry3k",
+    "images": ["pics/0.png"],
+    "ability": "math",
+    "prompt": [{"role": "user", "content": f"<image>Find x. {INSTRUCTION_OF_GEO3K}"}],
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+    "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
+}
+
+
+class ForeignRow(NamedTuple):
+    """A row in the form of another trainer, and what it becomes."""
+
+    preset: str
+    row: dict[str, Any]
+    problem: str
+    instruction: str = ""  # that stands behind the problem
+    image_count: int = 1
+
+
+ROWS_OF_OTHER_TRAINERS = [
+    ForeignRow("verl", ROW_OF_VERL, problem="Find x.", instruction=INSTRUCTION_OF_GEO3K),
+    ForeignRow(
+        "verl",
+        {
+            **ROW_OF_VERL,
+            "prompt": [{"role": "system", "content": "Be brief."}, *ROW_OF_VERL["prompt"]],
+            "images": [{"path": "pics/0.png"}],
+        },
+        problem="Find x.",
+        instruction=INSTRUCTION_OF_GEO3K,
+    ),
+    ForeignRow(
+        "easyr1",
+        {"images": ["pics/0.png"], "answer": "3", "problem": "<image>Find x."},
+        problem="Find x.",
+    ),
+    ForeignRow(
+        "easyr1",
+        {"images": ["pics/0.png"], "answer": "3", "prompt": f"<image>Find x. {INSTRUCTION}"},
+        problem="Find x.",
+        instruction=INSTRUCTION,
+    ),
+    ForeignRow(
+        "swift",
+        {
+            "messages": [{"role": "user", "content": f"How many? {INSTRUCTION_OF_COUNTING}"}],
+            "images": ["pics/0.png"],
+            "solution": "<answer> 3 </answer>",
+        },
+        problem="How many?",
+        instruction=INSTRUCTION_OF_COUNTING,
+    ),
+    ForeignRow(
+        "swift",
+        {
+            "messages": [
+                {"role": "system", "content": "You are a useful and harmless math calculator"},
+                {"role": "user", "content": "1 + 2?"},
+            ],
+            "solution": "3",
+        },
+        problem="1 + 2?",
+        image_count=0,
+    ),
+    ForeignRow(
+        "swift",
+        {"query": "Solve the equation x + 2 = 5", "solution": "3"},
+        problem="Solve the equation x + 2 = 5",
+        image_count=0,
+    ),
+    ForeignRow(
+        "swift",
+        {"image": "pics/0.png", "problem": "Sides?", "solution": "<answer> 3 </answer>"},
+        problem="Sides?",
+    ),
+    ForeignRow(
+        "swift",
+        {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."},
+        problem="1 + 2?",
+        image_count=0,
+    ),
+    ForeignRow(
+        "swift",
+        {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"},
+        problem="1 + 2?",
+        image_count=0,
+    ),
+]
+
+
 def test_rows_of_other_trainers_are_read_as_they_are(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,104 +334,24 @@ def test_rows_of_other_trainers_are_read_as_they_are(
     The rows are those of verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's
     pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
-    instruction_of_counting = (
-        "Output the thinking process in <think> </think> and\n"
-        " final answer (number) in <answer> </answer> tags."
-    )
-    instruction_of_geo3k = (
-        "You FIRST think about the reasoning process as an internal monologue and then provide "
-        "the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
-        "The final answer MUST BE put in \\boxed{}."
-    )
-    geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
-        "prompt": [{"role": "user", "content": f"<image>Find x. {instruction_of_geo3k}"}],
-        "reward_model": {"style": "rule", "ground_truth": "3"},
-        "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
-    }
-    brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
-    conversation = {
-        "messages": [{"role": "user", "content": f"How many? {instruction_of_counting}"}],
-        "images": ["pics/0.png"],
-    }
-    system = {"role": "system", "content": "You are a useful and harmless math calculator"}
-    plain = {"images": ["pics/0.png"], "answer": "3"}
-    question = f"<image>Find x. {INSTRUCTION}"
-    # the preset, a row, its problem, the instruction behind it, the number of its images
-    rows: list[tuple[str, dict[str, Any], str, str, int]] = [
-        ("verl", geo3k, "Find x.", instruction_of_geo3k, 1),
-        (
-            "verl",
-            {**geo3k, "prompt": brief, "images": [{"path": "pics/0.png"}]},
-            "Find x.",
-            instruction_of_geo3k,
-            1,
-        ),
-        ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
-        ("easyr1", {**plain, "prompt": question}, "Find x.", INSTRUCTION, 1),
-        (
-            "swift",
-            {**conversation, "solution": "<answer> 3 </answer>"},
-            "How many?",
-            instruction_of_counting,
-            1,
-        ),
-        (
-            "swift",
-            {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"},
-            "1 + 2?",
-            "",
-            0,
-        ),
-        (
-            "swift",
-            {"query": "Solve the equation x + 2 = 5", "solution": "3"},
-            "Solve the equation x + 2 = 5",
-            "",
-            0,
-        ),
-        (
-            "swift",
-            {"image": "pics/0.png", "problem": "Sides?", "solution": "<answer> 3 </answer>"},
-            "Sides?",
-            "",
-            1,
-        ),
-        (
-            "swift",
-            {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."},
-            "1 + 2?",
-            "",
-            0,
-        ),
-        (
-            "swift",
-            {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"},
-            "1 + 2?",
-            "",
-            0,
-        ),
-    ]
-    for form, row, problem, instruction, image_count in rows:
-        with case_folder(f"{form} {row}") as folder:
-            arguments = [
-                "convert",
-                "--preset",
-                form,
-                "--input",
-                str(write_user_jsonl(folder / "in", [row])),
-            ]
-            for option, expected_problem, noted_as in (
-                ([], f"{problem} {instruction}".strip(), "--drop-instruction takes it off"),
-                (["--drop-instruction"], problem, "it was taken off"),
+    for foreign in ROWS_OF_OTHER_TRAINERS:
+        with case_folder(f"{foreign.preset} {foreign.row}") as folder:
+            source = write_user_jsonl(folder / "in", [foreign.row])
+            whole_text = f"{foreign.problem} {foreign.instruction}".strip()
+            for options, expected_problem, noted_as in (
+                ([], whole_text, "--drop-instruction takes it off"),
+                (["--drop-instruction"], foreign.problem, "it was taken off"),
             ):
                 capsys.readouterr()
-                output = folder / "".join(["out", *option])
-                assert main([*arguments, *option, "--output", str(output)]) == 0
+                output = folder / "".join(["out", *options])
+                arguments = ["--input", str(source), "--output", str(output), *options]
+                assert main(["convert", "--preset", foreign.preset, *arguments]) == 0
                 (stored,) = read_prepared_rows(output)
                 assert stored["problem"] == expected_problem
                 assert stored["answer"] == "3"
-                assert len(stored["images"]) == image_count
-                assert (noted_as in capsys.readouterr().out) == bool(instruction)
+                assert len(stored["images"]) == foreign.image_count
+                has_note = noted_as in capsys.readouterr().out
+                assert has_note == (foreign.instruction != "")
 
 
 def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
@@ -375,58 +395,43 @@ def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
             assert [i["bytes"] for i in row["images"]] == [PNG_FILES[0]]
 
 
-def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
-    case_folder: CaseFolder,
-) -> None:
-    """Pictures in a conversation keep their places; one from outside the folder refuses its row.
+PICTURE_PART = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
+OR_PART = {"type": "text", "text": " or "}
+
+
+def test_pictures_of_a_conversation_keep_their_places(case_folder: CaseFolder) -> None:
+    """Pictures in a conversation keep their places in the text.
 
     Pictures of the system message are none of the question, and a bare mark takes the next of
-    `images`. `fine` has a row, and the numbers of its pictures.
+    `images`.
     """
-    picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
+    is_part = {"type": "text", "text": "Is "}
     mark = {"type": "image"}
-    text = {"type": "text", "text": " or "}
+    other_picture = {"type": "image", "image": "pics/0.png"}
     system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
-    fine = [
+    # rows, and the numbers of their pictures
+    cases = [
+        (conversation_row([is_part, PICTURE_PART, OR_PART, other_picture]), [1, 0]),
         (
-            conversation_row(
-                [
-                    {"type": "text", "text": "Is "},
-                    picture,
-                    text,
-                    {"type": "image", "image": "pics/0.png"},
-                ]
-            ),
-            [1, 0],
-        ),
-        (
-            conversation_row(
-                [{"type": "text", "text": "Is "}, mark, text, mark],
-                images=["pics/2.png", "pics/0.png"],
-            ),
+            conversation_row([is_part, mark, OR_PART, mark], images=["pics/2.png", "pics/0.png"]),
             [2, 0],
         ),
-        (
-            conversation_row([{"type": "text", "text": "Is "}, picture, text, picture], system),
-            [1, 1],
-        ),
+        (conversation_row([is_part, PICTURE_PART, OR_PART, PICTURE_PART], system), [1, 1]),
     ]
-    for row, pictures in fine:
+    for row, pictures in cases:
         with case_folder(str(row)) as folder:
-            arguments = [
-                "--preset",
-                "swift",
-                "--input",
-                str(write_user_jsonl(folder / "in", [row])),
-                "--output",
-                str(folder / "out"),
-            ]
-            assert main(["convert", *arguments]) == 0
+            source = write_user_jsonl(folder / "in", [row])
+            arguments = ["--input", str(source), "--output", str(folder / "out")]
+            assert main(["convert", "--preset", "swift", *arguments]) == 0
             (stored,) = read_prepared_rows(folder / "out")
             assert stored["problem"] == "Is <image> or <image>"
             assert [image["bytes"] for image in stored["images"]] == [
                 PNG_FILES[number] for number in pictures
             ]
+
+
+def test_pictures_of_a_conversation_come_from_nowhere_else(case_folder: CaseFolder) -> None:
+    """A picture of a conversation that is not in the folder of its file refuses its row."""
     for address, reason, message in [
         (
             "https://example.org/a.png",
@@ -450,7 +455,8 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
         with case_folder(str(address)) as folder:
             both = {"images": ["pics/0.png"]} if address == "twice" else {}
             row = conversation_row(
-                [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
+                [PICTURE_PART, OR_PART, {"type": "image_url", "image_url": {"url": address}}],
+                **both,
             )
             source = write_user_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
             arguments = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
@@ -473,17 +479,17 @@ def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
-    (tmp_path / "in" / "pics" / "0.png").write_bytes(encode_picture(draw_figure(7, 64)))
+    (tmp_path / "in" / "pics" / "0.png").write_bytes(encode_picture(draw_figure(7, size=64)))
     assert ensure_converted(str(source), columns, tmp_path / "cache") == folder
     assert [image["bytes"] for image in read_prepared_rows(folder)[0]["images"]] == [
-        encode_picture(draw_figure(7, 64))
+        encode_picture(draw_figure(7, size=64))
     ]
 
 
 def conversation_row(
     content: list[dict[str, Any]], *before: dict[str, Any], **columns: Any
 ) -> dict[str, Any]:
-    """A row of ms-swift with the answer 3, whose question has this content."""
+    """Return a row of ms-swift with the answer 3, whose question has this content."""
     return {"messages": [*before, {"role": "user", "content": content}], "solution": "3", **columns}
 
 
@@ -699,7 +705,7 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
     write_user_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
-        (tmp_path / "in" / f"{n}.png").write_bytes(encode_picture(draw_figure(n, 60)))
+        (tmp_path / "in" / f"{n}.png").write_bytes(encode_picture(draw_figure(n, size=60)))
         rows.append({"q": "Find x.", "a": str(n), "i": f"{n}.png; 0.png"})
         rows.append(
             {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}

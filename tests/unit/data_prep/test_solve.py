@@ -365,7 +365,7 @@ def test_problems_without_enough_variants_are_counted(
 
 
 def raw_variant(variant_id: str) -> RawProblem:
-    """A variant of a problem with this id, and a picture of a black square."""
+    """Return a variant of a problem with this id, and a picture of a black square."""
     picture = Image.new("RGB", (60, 60), "white")
     picture.paste("black", (10, 10, 30, 30))
     return RawProblem(

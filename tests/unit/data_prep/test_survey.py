@@ -30,7 +30,7 @@ ATTACK = (
 
 
 def split_lines_into_words(text: str) -> list[list[str]]:
-    """The words of each line."""
+    """Return the words of each line."""
     return [line.split() for line in text.splitlines()]
 
 
@@ -124,7 +124,7 @@ def test_a_row_cannot_command_the_terminal(
 
 @pytest.fixture
 def attacked_page(tmp_path: Path) -> Path:
-    """A page of `inspect` whose rows have `ATTACK`, HTML that runs code, in every text."""
+    """Return a page of `inspect` whose rows have `ATTACK`, HTML that runs code, in every text."""
     row: dict[str, Any] = {
         "answer": ATTACK,
         "answer_raw": ATTACK,

@@ -30,6 +30,19 @@ GERMAN_ROWS = [
     ["Wie groß ist der Winkel?", "48,5°", "['pics/0.png']"],
     ["Fläche in cm²?", "1.234,5", "pics/1.png, pics/2.png"],
 ]
+# The card of a data set whose column `a` has numbers of these classes.
+CARD_WITH_CLASSES = """---
+dataset_info:
+  features:
+  - name: a
+    dtype:
+      class_label:
+        names:
+          '0': '3'
+          '1': '1'
+          '2': 'x'
+---
+"""
 
 
 def make_pictures(folder: Path) -> Path:
@@ -149,13 +162,7 @@ def test_a_class_becomes_its_name(case_folder: CaseFolder) -> None:
                 data.to_parquet(source / "train.parquet")
             else:
                 source.mkdir()
-                names = "\n".join(
-                    f"          '{n}': '{name}'" for n, name in enumerate(["3", "1", "x"])
-                )
-                label = f"  - name: a\n    dtype:\n      class_label:\n        names:\n{names}"
-                (source / "README.md").write_text(
-                    f"---\ndataset_info:\n  features:\n{label}\n---\n"
-                )
+                (source / "README.md").write_text(CARD_WITH_CLASSES)
                 (source / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             columns = ("problem=q", "answer=a")
             assert run_convert(source, folder / "out", "--keep-leaks", columns=columns) == 0
@@ -308,10 +315,10 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     A whole HEIC and a short Base64 text are pictures.
     """
     heic = tmp_path / "in" / "a.heic"
-    pytest.importorskip("pillow_heif").from_pillow(draw_figure(5, 64)).save(
+    pytest.importorskip("pillow_heif").from_pillow(draw_figure(5, size=64)).save(
         make_pictures(tmp_path / "in") / "a.heic", quality=90
     )
-    small_picture = base64.b64encode(encode_picture(draw_figure(1, 24))).decode()
+    small_picture = base64.b64encode(encode_picture(draw_figure(1, size=24))).decode()
     assert len(small_picture) < 1024
     broken_pictures = {
         "lfs_pointer": b"version https://git-lfs.github.com/spec/v1\n",
@@ -380,7 +387,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     for n, name in enumerate(names):
         tags = Image.Exif()
         tags[271] = "Phone"
-        (photos / name).write_bytes(encode_picture(draw_figure(n, 64), "JPEG", exif=tags))
+        (photos / name).write_bytes(encode_picture(draw_figure(n, size=64), "JPEG", exif=tags))
     write_workbook(
         photos, [[f"Wie lang ist Seite {n}?", f"{n},5", name] for n, name in enumerate(names)]
     )

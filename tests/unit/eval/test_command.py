@@ -145,7 +145,7 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case_folder):
 
 @pytest.fixture(scope="module")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two drawn problems in the split `test`."""
+    """Return a folder with two drawn problems in the split `test`."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
     assert data_prep(["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]) == 0
     return folder
@@ -331,14 +331,14 @@ def test_what_is_too_long_says_whether_fewer_pixels_would_help():
         messages = conversation_with_images(text, 1, None)
         return chat.why_too_long(chat.prompt_ids(messages, [image]), context)
 
-    reason = why_too_long("Find x.", large_image, 300)
+    reason = why_too_long("Find x.", large_image, context=300)
     assert reason is not None
     assert re.fullmatch(
         r"its text has \d+ tokens, its image 400, and the model's context 300; lower --max-pixels",
         reason,
     )
-    reason = why_too_long("Find x. " * 200, large_image, 300)
+    reason = why_too_long("Find x. " * 200, large_image, context=300)
     assert reason is not None
     assert "fewer pixels would not help" in reason
-    assert why_too_long("Find x.", large_image, 600) is None
-    assert why_too_long("Find x.", small_image, 300) is None
+    assert why_too_long("Find x.", large_image, context=600) is None
+    assert why_too_long("Find x.", small_image, context=300) is None

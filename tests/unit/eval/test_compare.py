@@ -126,8 +126,8 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
         )
 
     # Geometry3K's test split has 601 problems
-    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], 601)
-    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], 598), (
+    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], count=601)
+    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], count=598), (
         "some references are unreadable"
     )
     # The command of this benchmark has two names.
@@ -137,14 +137,14 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
     texts_without = [
-        comparison_with(["synthetic"], 601),
-        comparison_with(["mine"], 12),
-        comparison_with(["geometry3k, redrawn"], 601),
-        comparison_with(["geometry3k", "mine"], 613),
-        comparison_with(["geometry3k"], 300),
-        comparison_with(["geometry3k"], 601, "train"),
-        comparison_with(["geometry3k"], 598, coverage=limited),
-        comparison_with(["geometry3k"], 601, fingerprint=blank),
+        comparison_with(["synthetic"], count=601),
+        comparison_with(["mine"], count=12),
+        comparison_with(["geometry3k, redrawn"], count=601),
+        comparison_with(["geometry3k", "mine"], count=613),
+        comparison_with(["geometry3k"], count=300),
+        comparison_with(["geometry3k"], count=601, split="train"),
+        comparison_with(["geometry3k"], count=598, coverage=limited),
+        comparison_with(["geometry3k"], count=601, fingerprint=blank),
         comparison_of(capsys, write_score_file(tmp_path / "none.json", "01", "geometry3k")),
         comparison_of(capsys, write_score_file(tmp_path / "problems.json", "01", "problems")),
     ]
@@ -275,7 +275,7 @@ USUAL_RESOLVED_SETTINGS = {"dtype": "float32", "min_pixels": 3136, "max_pixels":
 
 
 def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """The fingerprint of a score, as its key: the usual one, with some values changed.
+    """Return the fingerprint of a score, as its key: the usual one, with some values changed.
 
     `fields` are options as given, and `resolved` settings that the engine has found.
     """
@@ -421,7 +421,7 @@ def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, 
 
 
 def fields_of_view(view: str) -> dict[str, Any]:
-    """The fields of a fingerprint by which a view is known; `image` has none.
+    """Return the fields of a fingerprint by which a view is known; `image` has none.
 
     The views with facts in words leave out problems.
     """

@@ -118,7 +118,7 @@ def check_images(problems: list[Problem]) -> None:
 
 
 def answer_with_references(problems: list[Problem], template: str) -> list[dict[str, Any]]:
-    """The predictions of a model that gives each reference answer, as a file stores them."""
+    """Return the predictions of a model that gives each reference answer, as a file stores them."""
     rows = []
     for problem in problems:
         response = template.format(problem.fields["answer"])
@@ -338,7 +338,7 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(
 def summary_with_halves(
     rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions
 ) -> BenchmarkSummary:
-    """The figures of a benchmark's own: of every kind that they may have."""
+    """Return the figures of a benchmark's own: of every kind that they may have."""
     halves: dict[str, AccuracyMetric | float | str | None] = {
         "first": accuracy_metric(graded[:2]),
         "mean": 0.25,

@@ -51,7 +51,7 @@ PUBLISHED_CORRECT = {
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file with an object of JSON a line."""
+    """Return the rows of a file with an object of JSON a line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -251,7 +251,7 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
 def prediction(
     response: str, answer: str, options: list[str] | None = None, **fields: Any
 ) -> dict[str, Any]:
-    """A prediction with this response to a problem with this reference answer."""
+    """Return a prediction with this response to a problem with this reference answer."""
     return {
         "pid": "1",
         "question": "How long is it?\n<image1>",

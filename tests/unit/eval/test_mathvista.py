@@ -54,7 +54,7 @@ def score_published_outputs(
 
 
 def read_published_figures(model: str) -> dict[str, Any]:
-    """The published figures of a model: verdicts by item, and counts by group."""
+    """Return the published figures of a model: verdicts by item, and counts by group."""
     figures: dict[str, Any] = json.loads((PUBLISHED_DATA / "expected.json").read_text())[model]
     return figures
 
@@ -154,12 +154,12 @@ def test_queries_are_built_for_all_of_testmini() -> None:
 
 
 def score_options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
-    """The options of a score by stored extractions."""
+    """Return the options of a score by stored extractions."""
     return MathVistaScoreOptions(extraction="stored", ignore_empty_extractions=ignore_empty)
 
 
 def score_rows(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
-    """The score of predictions, as a file of it has it."""
+    """Return the score of predictions, as a file of it has it."""
     return score_predictions(BENCHMARK, rows, options).score
 
 
@@ -180,7 +180,7 @@ def prediction(**fields: Any) -> dict[str, Any]:
 
 
 def choice_prediction(answer: str, *choices: str) -> dict[str, Any]:
-    """A prediction for a multiple-choice question with this reference answer."""
+    """Return a prediction for a multiple-choice question with this reference answer."""
     return prediction(
         question_type="multi_choice", answer_type="text", choices=list(choices), answer=answer
     )

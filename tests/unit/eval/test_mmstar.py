@@ -33,7 +33,7 @@ QUESTION_WITH_OPTIONS = (
 
 
 def prediction(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
-    """A prediction for a question with the options A to D."""
+    """Return a prediction for a question with the options A to D."""
     return {
         "pid": pid,
         "index": int(pid),
@@ -165,7 +165,7 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny language model that sees no images."""
+    """Return a folder with a tiny language model that sees no images."""
     folder = tmp_path_factory.mktemp("backbone")
     tokenizer = AutoTokenizer.from_pretrained(PRETRAINED_FOLDER)
     # The templates of such models take the content as text, and would print a list as it is.
@@ -188,31 +188,23 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(tmp_path: Path, model: Path, *options: str) -> list[str]:
-    """The words of a `run` of three problems with the engine of Transformers."""
+def arguments_of_run(tmp_path: Path, model: Path, *options: str) -> list[str]:
+    """Return the words of a `run` of three problems with the engine of Transformers."""
     data = write_mmstar(tmp_path / "data", mmstar_rows(3))
-    arguments = [
-        "run",
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    return [*arguments, "--engine", "transformers", "--max-tokens", "8", *options]
+    paths = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
+    return ["run", *paths, "--engine", "transformers", "--max-tokens", "8", *options]
 
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
     """A language model answers with `--no-image`; with images or pixel limits it is refused."""
-    assert main(BENCHMARK, run_command(tmp_path, backbone, "--no-image")) == 0
+    assert main(BENCHMARK, arguments_of_run(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     cases = [
         ([], "it sees no images, and the problems have some"),
         (["--max-pixels", "784"], "max_pixels: "),
     ]
     for options, message in cases:
-        assert main(BENCHMARK, run_command(tmp_path / "eyes", backbone, *options)) == 2
+        assert main(BENCHMARK, arguments_of_run(tmp_path / "eyes", backbone, *options)) == 2
         lines = capsys.readouterr().err.splitlines()
         (error_line,) = [line for line in lines if line.startswith("error: ")]
         assert message in error_line

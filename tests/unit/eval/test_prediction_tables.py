@@ -68,7 +68,7 @@ def write_as_json_lines(path: Path) -> None:
 
 
 def score_figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
-    """The hits, the problems and the groups by task and skill of a predictions file."""
+    """Return the hits, the problems and the groups by task and skill of a predictions file."""
     score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMN_WORDS)
     groups = {name: score["groups"][name] for name in ("task", "skills")}
     return score["correct"], score["total"], groups

@@ -32,7 +32,9 @@ class ConstantEngine:
         LONGEST_TEXT_OF_ENGINES.append(longest)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        return [Reply(self.text, 3, "stop", 9) for _ in requests]
+        return [
+            Reply(self.text, n_tokens=3, finish_reason="stop", n_prompt_tokens=9) for _ in requests
+        ]
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def free_form_prediction(pid: str, response: str, **fields: Any) -> dict[str, An
 
 
 def choice_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
-    """A row of a multiple-choice question, whose right answer is A."""
+    """Return a row of a multiple-choice question, whose right answer is A."""
     return free_form_prediction(
         pid,
         response,
@@ -56,7 +56,7 @@ def choice_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 
 def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> ScoredBenchmark:
-    """The score of predictions by MathVista's rules, with these options."""
+    """Return the score of predictions by MathVista's rules, with these options."""
     return score_predictions(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
@@ -204,7 +204,9 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
         decode=lambda ids: "".join(map(chr, ids)),
     )
     answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
-    engine = ConversationEngine(chat, lambda asks: [answer for _ in asks], 10, 4)
+    engine = ConversationEngine(
+        chat, lambda asks: [answer for _ in asks], max_length=10, batch_size=4
+    )
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)
     assert reply.text == "5"

@@ -19,7 +19,7 @@ N_PROBLEMS = 12
 
 
 def is_solved(problem: int) -> bool:
-    """Whether all versions of a problem are solved in these predictions, or none is."""
+    """Return whether all versions of a problem are solved in these predictions, or none is."""
     return problem % 3 == 0
 
 
@@ -48,7 +48,7 @@ def dynamath_rows() -> list[dict[str, Any]]:
 
 
 def wemath_rows() -> list[dict[str, Any]]:
-    """Two steps and the whole of each problem."""
+    """Return two steps and the whole of each problem."""
     fields = {"knowledge concept": "Angles", "question": "?", "option": "A. 1; B. 2", "answer": "B"}
     rows: list[dict[str, Any]] = []
     for problem in range(N_PROBLEMS):

@@ -40,12 +40,12 @@ def composite_problem(ID: str, pattern: str, first_number: int) -> list[dict[str
 
 
 def right_and_total(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The right answers and all answers of each cell of a score."""
+    """Return the right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
 
 def diagnose_both(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
-    """The strict and the loose diagnosis of a problem with right and wrong steps."""
+    """Return the strict and the loose diagnosis of a problem with right and wrong steps."""
     strict = diagnose(steps, is_whole_right, strict=True)
     loose = diagnose(steps, is_whole_right, strict=False)
     return strict, loose
@@ -76,7 +76,7 @@ def test_every_pattern_of_steps_has_its_place():
         results[pattern] = diagnose_both([first_right, second_right], whole_right)
     assert results == expected
     # three steps
-    assert diagnose_both([True, False, False], True) == ("RM", "CM")
+    assert diagnose_both([True, False, False], is_whole_right=True) == ("RM", "CM")
     assert diagnose([False] * 3, True, strict=False) == "RM"
     assert diagnose([True] * 3, False, strict=True) == "IG"
 
@@ -119,7 +119,9 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
     """A score of 0 % for two problems has Wilson's interval, which goes up to 65.8 %."""
     score_as_command(
-        tmp_path, composite_problem("p0", "000", 0) + composite_problem("p1", "0000", 10)
+        tmp_path,
+        composite_problem("p0", pattern="000", first_number=0)
+        + composite_problem("p1", pattern="0000", first_number=10),
     )
     assert "We-Math's score, strict: 0.0 % (95 %: 0.0 to 65.8)" in capsys.readouterr().out
 
@@ -127,9 +129,9 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
 def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
     """Four equal answers to each of three problems have the interval of one answer each."""
     rows = (
-        composite_problem("p0", "111", 0)
-        + composite_problem("p1", "000", 10)
-        + composite_problem("p2", "110", 20)
+        composite_problem("p0", pattern="111", first_number=0)
+        + composite_problem("p1", pattern="000", first_number=10)
+        + composite_problem("p2", pattern="110", first_number=20)
     )
     printed_lines = []
     for samples in (1, 4):
@@ -147,7 +149,10 @@ def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
     """
     rows = []
     for sample, pattern in enumerate(("001", "110", "000", "110", "000")):
-        rows += [{**row, "sample": sample} for row in composite_problem("p0", pattern, 0)]
+        rows += [
+            {**row, "sample": sample}
+            for row in composite_problem("p0", pattern=pattern, first_number=0)
+        ]
     cell = score_as_command(tmp_path, rows)["diagnosis"]["RM_strict"]
     assert (cell["correct"], cell["total"]) == (1, 1)
     low, high = cell["interval_95"]
@@ -159,7 +164,10 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_p
 
     The second problem has three of its four rows, as where a run was limited.
     """
-    rows = composite_problem("p0", "111", 0) + composite_problem("p1", "0000", 10)[:3]
+    rows = (
+        composite_problem("p0", pattern="111", first_number=0)
+        + composite_problem("p1", pattern="0000", first_number=10)[:3]
+    )
     result = score_as_command(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1
     assert result["score"]["strict"]["accuracy"] == 1

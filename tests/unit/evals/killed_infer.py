@@ -35,9 +35,9 @@ class SlowEngine:
         return [
             Reply(
                 f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500,
-                9,
-                "stop",
-                3,
+                n_tokens=9,
+                finish_reason="stop",
+                n_prompt_tokens=3,
             )
             for request in requests
         ]

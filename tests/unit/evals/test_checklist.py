@@ -28,14 +28,14 @@ find BC
 
 @pytest.fixture(scope="module")
 def figure_json() -> str:
-    """A trapezoid with a right angle, as JSON: what the column `figure` of a row has."""
+    """Return a trapezoid with a right angle, as JSON: what the column `figure` of a row has."""
     result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None, result.why
     return figure_as_json(result.figure)
 
 
 def build_problem(**fields: Any) -> Problem:
-    """A problem whose prompt has its question within other words."""
+    """Return a problem whose prompt has its question within other words."""
     return Problem(
         fields={"pid": "geo/1", "question": "<image>Find BC.", "answer": "9", **fields},
         prompt="Think. <image>Find BC. Box it.",

@@ -33,12 +33,12 @@ from tests.support.benchmark_data import (
 
 
 def data_options(data: Path | str, split: str) -> HubDataOptions:
-    """The options that name the data of a benchmark and its split."""
+    """Return the options that name the data of a benchmark and its split."""
     return HubDataOptions(data=str(data), split=split)
 
 
 def mmstar_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOptions:
-    """The options of MMStar, which can be asked without its images."""
+    """Return the options of MMStar, which can be asked without its images."""
     return mmstar.MMStarDataOptions(data=str(data), split="val", no_image=no_image)
 
 

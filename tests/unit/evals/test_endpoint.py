@@ -49,7 +49,7 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
 
 
 def engine_at(server, model: str = "qwen") -> EndpointEngine:
-    """The engine `openai` for a model on a server."""
+    """Return the engine `openai` for a model on a server."""
     endpoint = Endpoint(server.url, model)
     return EndpointEngine(
         AnswerEngineSettings(model=model, engine="openai", max_tokens=8, endpoint=endpoint)

@@ -137,7 +137,7 @@ def score_with_judge(
 
 
 def judge_reply(body: dict[str, Any], _: int) -> Reply:
-    """The reply of a judge that extracts 5 from a response with the word "five", else B."""
+    """Return the reply of a judge that extracts 5 from a response with the word "five", else B."""
     reply = body["messages"][1]["content"]
     return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"

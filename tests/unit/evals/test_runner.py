@@ -75,7 +75,7 @@ class RecordingEngine:
 
 
 def build_problem(index: int) -> Problem:
-    """A problem `p/0` with the question `q0` and a picture of 8 x 8 pixels."""
+    """Return a problem `p/0` with the question `q0` and a picture of 8 x 8 pixels."""
     fields: Prediction = {
         "pid": f"p/{index}",
         "question": f"q{index}",
@@ -111,7 +111,7 @@ def infer_with(
 
 
 def answered_pids(output: Path) -> list[str]:
-    """The ids of the problems that have an answer in a folder."""
+    """Return the ids of the problems that have an answer in a folder."""
     return [row["pid"] for row in read_predictions(output / "predictions.jsonl")]
 
 
@@ -416,7 +416,7 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     """Two processes go on where one has answered three of seven problems, with the same file."""
     infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
     infer_as_rank(tmp_path / "parts", EchoEngine(), SINGLE_PROCESS, count=3)
-    summary, engines = infer_with_ranks(tmp_path / "parts", 2)
+    summary, engines = infer_with_ranks(tmp_path / "parts", world_size=2)
     assert summary.resumed == 3 * 2  # two samples of each
     assert sum(len(engine.answers) for engine in engines) == 4 * 2
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
@@ -488,7 +488,7 @@ def start_process(output: Path, seconds_a_batch: float) -> subprocess.Popen[byte
 
 
 def count_rows(path: Path) -> int:
-    """The number of whole rows in a file that may not exist yet."""
+    """Return the number of whole rows in a file that may not exist yet."""
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
@@ -526,7 +526,7 @@ def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
         assert n_rows_before < n_rows < ANSWER_COUNT
         whole_lines, _, _ = predictions.read_bytes().rpartition(b"\n")
         assert uninterrupted.startswith(whole_lines)
-    assert start_process(output, 0.0).wait() == 0
+    assert start_process(output, seconds_a_batch=0.0).wait() == 0
     assert predictions.read_bytes() == uninterrupted
     rows = [json.loads(line) for line in uninterrupted.splitlines()]
     assert len({(row["pid"], row.get("sample", 0)) for row in rows}) == len(rows) == ANSWER_COUNT

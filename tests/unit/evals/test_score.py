@@ -52,7 +52,7 @@ from tests.support.cases import CaseFolder
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
-    """A row of `predictions.jsonl`: a problem of Geometry3K, and a response of ten tokens."""
+    """Return a row of `predictions.jsonl` about Geometry3K, with a response of ten tokens."""
     row = {
         "pid": pid,
         "question": "Find x.",
@@ -67,7 +67,7 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
 
 
 def right_and_total(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The right answers and all answers of each cell of a score."""
+    """Return the right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
 
@@ -206,12 +206,26 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     length = {"goal": ["Length"]}
     circle_angle = {"goal": ["Angle"], "family": ["circle"]}
     graded = [
-        GradedAnswer("a", RowGrade("correct", "5", "same_number", circle_angle), 10),
-        GradedAnswer("b", RowGrade("correct", "6", "same_number", length), 20),
-        GradedAnswer("c", RowGrade("wrong", "7", "different_number", angle), 40),
-        GradedAnswer("d", RowGrade("unparseable", None, "no_box", angle), 50),
-        GradedAnswer("e", RowGrade("failed", None, "broken", angle)),
-        GradedAnswer("f", RowGrade("wrong", "1", "gold_not_read")),
+        GradedAnswer(
+            "a",
+            RowGrade("correct", extracted="5", reason="same_number", groups=circle_angle),
+            n_tokens=10,
+        ),
+        GradedAnswer(
+            "b",
+            RowGrade("correct", extracted="6", reason="same_number", groups=length),
+            n_tokens=20,
+        ),
+        GradedAnswer(
+            "c",
+            RowGrade("wrong", extracted="7", reason="different_number", groups=angle),
+            n_tokens=40,
+        ),
+        GradedAnswer(
+            "d", RowGrade("unparseable", extracted=None, reason="no_box", groups=angle), n_tokens=50
+        ),
+        GradedAnswer("e", RowGrade("failed", extracted=None, reason="broken", groups=angle)),
+        GradedAnswer("f", RowGrade("wrong", extracted="1", reason="gold_not_read")),
     ]
     score = summarise_grades(graded)
     assert score["correct"] == 2
@@ -241,7 +255,7 @@ def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
     graded = []
     for pid, response, reason in (("a", "wait, 1", "length"), ("b", "1", "stop")):
         rows.append(prediction(pid, response) | {"finish_reason": reason})
-        graded.append(GradedAnswer(pid, RowGrade("correct", None, "")))
+        graded.append(GradedAnswer(pid, RowGrade("correct", extracted=None, reason="")))
     metrics_of_once = answer_metrics(rows, graded)
     metrics_of_thrice = answer_metrics(rows * 3, graded * 3)
     for name in ("truncated", "reflective_words"):
@@ -305,15 +319,19 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert "1 problem not asked" in printed_table
     assert "1 answer cut off" in printed_table
     assert printed_table.startswith("geometry3k: ")
-    # The title is the first part of the ids, where they have several.
-    photos_file = write_jsonl_rows(
-        tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")]
-    )
-    photos_table = format_score(score_predictions_file(BENCHMARK, photos_file, GraderOptions()))
-    assert photos_table.startswith("photos: ")
     assert "finish_reason" in printed_table
-    assert "finish_reason" not in photos_table, "groups of one value say nothing"
-    # A failed image is never graded, even if something that looks right stands in the response.
+
+
+def test_a_table_is_titled_by_its_ids_and_has_no_groups_of_one_value(tmp_path: Path) -> None:
+    """The title is the first part of the ids, where they have several."""
+    file = write_jsonl_rows(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
+    printed_table = format_score(score_predictions_file(BENCHMARK, file, GraderOptions()))
+    assert printed_table.startswith("photos: ")
+    assert "finish_reason" not in printed_table
+
+
+def test_a_failed_image_is_never_graded() -> None:
+    """It has no grade even if something that looks right stands in the response."""
     failed_prediction = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
     assert grade_row(BENCHMARK, failed_prediction, GraderOptions()).grade.verdict == "failed"
 
@@ -472,7 +490,9 @@ class GuessingEngine:
     def _reply(seed: int) -> Reply:
         response = rf"wait, \boxed{{{seed % 90}}}"
         finish_reason = "length" if seed % 3 else "stop"
-        return Reply(response, 7 + seed % 5, finish_reason, 9)
+        return Reply(
+            response, n_tokens=7 + seed % 5, finish_reason=finish_reason, n_prompt_tokens=9
+        )
 
 
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
@@ -490,7 +510,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
                 colors = request.images[0].getcolors()  # None where there are very many
                 is_one_color = colors is not None and len(colors) == 1
                 response = r"\boxed{1}" if is_one_color else "seen"
-                replies.append(Reply(response, 1, "stop", 9))
+                replies.append(Reply(response, n_tokens=1, finish_reason="stop", n_prompt_tokens=9))
             return replies
 
     data = write_geometry3k(tmp_path / "data", 3)
@@ -511,13 +531,26 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
         assert "view: the predictions in" in capsys.readouterr().err
 
 
+VIEWS = ("image", "text", "both", "blank")
+
+
+def prepare_with_facts(geometry3k_raw: Path, folder: Path) -> str:
+    """Prepare the six problems of the raw data, of which one loses its facts; return the folder."""
+    raw = shutil.copytree(geometry3k_raw, folder / "raw")
+    (raw / "train").rename(raw / "test")
+    (raw / "test" / "12" / "logic_form.json").unlink()  # the facts of the problem 12
+    prepared = str(folder / "d")
+    arguments = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
+    assert data_prep(arguments) == 0
+    return prepared
+
+
 def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     tmp_path, monkeypatch, capsys, geometry3k_raw
 ):
     """The view `text` has a diagram's facts in words, and `both` the picture too.
 
-    One of the six problems of the raw data (`geometry3k_raw`) loses its facts, so these two views
-    leave it out.
+    One of the six problems has no facts, so these two views leave it out.
     """
     image_counts_by_view: dict[str, list[int]] = {}
     texts_by_view: dict[str, list[str]] = {}
@@ -531,20 +564,16 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
             for request in requests:
                 image_counts.append(len(request.images))
                 texts.append(str(request.messages[-1]["content"]))
-            return [Reply("12", 1, "stop", 9) for _ in requests]
+            return [
+                Reply("12", n_tokens=1, finish_reason="stop", n_prompt_tokens=9) for _ in requests
+            ]
 
-    raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
-    (raw / "train").rename(raw / "test")
-    (raw / "test" / "12" / "logic_form.json").unlink()  # the facts of the problem 12
-    prepared = str(tmp_path / "d")
-    arguments = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
-    assert data_prep(arguments) == 0
+    prepared = prepare_with_facts(geometry3k_raw, tmp_path)
     output = capsys.readouterr().out
     assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in output
     monkeypatch.setattr(asking, "build_engine", lambda _: RecordingEngine())
     arguments = ["run", "--model", "a/b", "--data", prepared]
-    views = ("image", "text", "both", "blank")
-    for view in views:
+    for view in VIEWS:
         output_words = ["--view", view, "--output", str(tmp_path / view)]
         assert command.main(GEOMETRY3K, [*arguments, *output_words]) == 0
         output = capsys.readouterr().out
@@ -565,7 +594,11 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     assert len(texts_with_fact["text"]) == 1
     assert len(texts_with_fact["both"]) == 1
     assert len(texts_with_fact["blank"]) == 0
-    # A training asks the first three problems that have facts in every view.
+
+
+def test_a_training_asks_the_same_problems_in_all_views(tmp_path, geometry3k_raw):
+    """These are the first three problems that have facts; the second of the data has none."""
+    prepared = prepare_with_facts(geometry3k_raw, tmp_path)
     config: Any = Namespace(
         eval_strategy="steps",
         adora_eval=[f"geometry3k={prepared}:views"],
@@ -576,12 +609,15 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     )
     tasks = evaluation.load_evaluation_plan(config, []).tasks
     names = [task.benchmark.name for task in tasks]
-    assert names == [f"geometry3k_{view}" for view in views]
+    assert names == [f"geometry3k_{view}" for view in VIEWS]
     shared_pids = ["geometry3k/test/11", "geometry3k/test/13", "geometry3k/test/14"]
     for task in tasks:
         pids = [problem.pid for problem in task.problems]
-        assert pids == shared_pids, "the same problems in all views"
+        assert pids == shared_pids
     assert [task.problems[0].n_images for task in tasks] == [1, 0, 1, 1]
+
+
+def test_a_view_with_facts_is_refused_for_data_without_any(tmp_path, capsys):
     plain = write_geometry3k(tmp_path / "plain", 3)
     arguments = ["run", "--model", "a/b", "--data", str(plain)]
     output_words = ["--view", "both", "--output", str(tmp_path / "none")]

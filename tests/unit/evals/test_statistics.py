@@ -21,7 +21,7 @@ def ids(count: int, versions: int = 1) -> list[str]:
 
 
 def width(interval: tuple[float, float]) -> float:
-    """The distance between the two ends of an interval."""
+    """Return the distance between the two ends of an interval."""
     low, high = interval
     return high - low
 
@@ -33,7 +33,7 @@ def test_answers_to_versions_of_a_problem_count_as_fewer() -> None:
     """
     # Of each problem's four versions all are right or none is: they are worth one answer.
     all_or_none = [number < 40 for number in range(100) for _ in range(4)]
-    assert clustered_wilson_interval(all_or_none, ids(100, 4)) == pytest.approx(
+    assert clustered_wilson_interval(all_or_none, ids(100, versions=4)) == pytest.approx(
         wilson_interval(40, 100)
     )
     # Half of each problem's versions are right: they are worth no more than independent answers.
@@ -42,7 +42,9 @@ def test_answers_to_versions_of_a_problem_count_as_fewer() -> None:
     few_problems_factor = (1.959964 / 2.042) ** 2
     independent_answers = 400 * few_problems_factor
     by_hand = wilson_interval(independent_answers / 2, independent_answers)
-    assert clustered_wilson_interval(half_right, ids(100, 4)) == pytest.approx(by_hand, abs=1e-6)
+    assert clustered_wilson_interval(half_right, ids(100, versions=4)) == pytest.approx(
+        by_hand, abs=1e-6
+    )
     # One version a problem: Wilson's own interval.
     one_version_each = [number < 40 for number in range(100)]
     assert clustered_wilson_interval(one_version_each, ids(100)) == wilson_interval(40, 100)
@@ -58,7 +60,7 @@ def test_the_interval_of_versions_holds_the_truth_as_often_as_it_says() -> None:
     a narrower interval, which holds the share in at most 82 %.
     """
     generator = random.Random(5)
-    problems = ids(40, 5)
+    problems = ids(40, versions=5)
     n_draws = 400
     covered = 0
     covered_as_independent = 0
@@ -100,7 +102,7 @@ def test_equal_values_leave_something_uncertain() -> None:
     quarter_gained = difference_interval([0.25] * 20, ids(20))
     assert quarter_gained == interval_of_equal_values(0.25, 20, lowest=-1.0, highest=1.0)
     # a hundred answers to twenty problems are less certain than to a hundred problems
-    assert width(difference_interval([0.0] * 100, ids(20, 5))) > 0.3
+    assert width(difference_interval([0.0] * 100, ids(20, versions=5))) > 0.3
     assert width(difference_interval([0.0] * 100, ids(100))) < 0.06
 
 
@@ -109,10 +111,10 @@ def test_versions_make_a_paired_interval_no_narrower() -> None:
     generator = random.Random(1)
     one_version_each = [generator.choice([-1.0, 0.0, 0.5, 1.0]) for _ in range(50)]
     five_times = [difference for difference in one_version_each for _ in range(5)]
-    assert difference_interval(five_times, ids(50, 5)) == pytest.approx(
+    assert difference_interval(five_times, ids(50, versions=5)) == pytest.approx(
         difference_interval(one_version_each, ids(50)), abs=1e-9
     )
-    width_of_versions = width(difference_interval(five_times, ids(50, 5)))
+    width_of_versions = width(difference_interval(five_times, ids(50, versions=5)))
     width_as_independent = width(difference_interval(five_times, ids(250)))
     assert width_as_independent < 0.5 * width_of_versions
 

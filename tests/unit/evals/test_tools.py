@@ -237,7 +237,7 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     options = parse_command([*arguments, "--max-tokens", "3000"], BENCHMARK).ask_options
     engine = ScriptedEngine(check_options(options), call, "It is 7.")
     picture = Image.new("RGB", (112, 112), "white")
-    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
+    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], seed=5)
     [reply] = engine.generate([request])
     assert isinstance(reply, Reply)
     assert reply.text == "It is 7."

@@ -20,8 +20,8 @@ class ProblemWithId:
 
 
 def graded_answer(pid: str, right: int) -> GradedAnswer:
-    """A right or a wrong answer."""
-    return GradedAnswer(pid, RowGrade("correct" if right else "wrong", None, ""))
+    """Return a right or a wrong answer."""
+    return GradedAnswer(pid, RowGrade("correct" if right else "wrong", extracted=None, reason=""))
 
 
 def loaded_problems(*pids: str) -> LoadedProblems:
@@ -76,4 +76,4 @@ def test_originals_and_variants_are_compared_problem_by_problem() -> None:
         "variants: 50.0 % right on average, 6 variants; all of a problem's in 33.3 %"
     )
     assert lines[2].startswith("originals - variants: +16.7 points, 95 % [+0.0, +50.0] (paired")
-    assert variant_lines([graded_answer("a", 1)]) == []
+    assert variant_lines([graded_answer("a", right=1)]) == []

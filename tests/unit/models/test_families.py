@@ -180,9 +180,9 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
+    for load in (load_config, ChatProcessor):
         with pytest.raises(UserError) as caught:
-            load()
+            load(str(tmp_path))
         assert "model_type internvl_chat, which Transformers" in str(caught.value)
         assert "qwen3_vl" in str(caught.value)
         assert "\n" not in str(caught.value)

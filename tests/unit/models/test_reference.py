@@ -94,16 +94,16 @@ def test_an_adapter_that_changes_nothing_at_first_has_one():
         check_adapter_start(lora_config_with(initialisation), beta=0.1, is_new=True)
     check_adapter_start(None, beta=0.1, is_new=True)  # a run without an adapter
     with pytest.raises(UserError, match="init_lora_weights: False with beta: 0.1 draws"):
-        check_adapter_start(lora_config_with(False), beta=0.1, is_new=True)
+        check_adapter_start(lora_config_with(initialisation=False), beta=0.1, is_new=True)
     check_adapter_start(
-        lora_config_with(False), beta=0.1, is_new=False
+        lora_config_with(initialisation=False), beta=0.1, is_new=False
     )  # the reference is a copy of the adapter
 
 
 def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
     """The fixture `no_weights` fails the test if a weight is loaded."""
     with pytest.raises(UserError, match="init_lora_weights: pissa with beta: 0.1"):
-        build_trainer(tmp_path / "run", peft_config=lora_config_with("pissa"))
+        build_trainer(tmp_path / "run", peft_config=lora_config_with(initialisation="pissa"))
 
 
 def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):

@@ -181,7 +181,10 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             rows = [{"prompt": conversation("a"), "images": row} for row in images]
             cache = ImageCache(2**20)
             settings = effective_settings(family_processor.image_processor, {})
-            bank = ImageBank(100, PatchNormalizer(family_processor.image_processor, settings))
+            bank = ImageBank(
+                first_patch=100,
+                normalize=PatchNormalizer(family_processor.image_processor, settings),
+            )
             ours = read_prompts(
                 rows,
                 family_processor,
@@ -277,7 +280,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     count_calls(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
     count_calls(shared_images, "content_digest", "hashed", lambda _: 1)
     cache = ImageCache(2**20)
-    bank = ImageBank(0)
+    bank = ImageBank(first_patch=0)
     read_prompts(
         rows,
         processor,

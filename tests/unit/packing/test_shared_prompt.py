@@ -670,7 +670,10 @@ def test_groups_as_one_sequence_by_hand():
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
     assert packed.position_ids.shape == (3, 1, 7)
     assert packed.position_ids[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
-    assert packed.layout.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
+    assert packed.layout.groups == (
+        GroupLayout(prompt_length=3, rollout_lengths=(2,)),
+        GroupLayout(prompt_length=1, rollout_lengths=(1,)),
+    )
     assert packed.layout.predicting_positions.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
     row_values = packed.spread_over_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
@@ -705,7 +708,7 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
         prompt_position_ids=torch.arange(2)[None],
     )
     assert packed.labels.tolist() == [[-100]]
-    assert packed.layout.groups == (GroupLayout(2, ()),)
+    assert packed.layout.groups == (GroupLayout(prompt_length=2, rollout_lengths=()),)
     assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 

@@ -110,9 +110,9 @@ def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
     """What is saved for the backward pass grows with a rollout's length, not with its square."""
     layout = packed_layout((8, [64, 64, 8]))
     length = sum(layout.span_lengths)
-    query = random_tensor(1, length, seed=0)
-    key = random_tensor(1, length, seed=1)
-    value = random_tensor(1, length, seed=2)
+    query = random_tensor(heads=1, length=length, seed=0)
+    key = random_tensor(heads=1, length=length, seed=1)
+    value = random_tensor(heads=1, length=length, seed=2)
     sizes: list[int] = []
 
     def record_size(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
 @pytest.fixture(scope="module")
 def data_folder(tmp_path_factory):
-    """A folder of 40 drawn problems for training, and 5 for testing."""
+    """Return a folder of 40 drawn problems for training, and 5 for testing."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
     arguments = [
         "synthetic",
@@ -150,7 +150,11 @@ def check_updates_of_recipe(processes, generation, update):
     arguments = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
         parse_command(arguments),
-        DryRunOptions(80.0, CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml", processes),
+        DryRunOptions(
+            card_gib=80.0,
+            accelerate_config=CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml",
+            processes=processes,
+        ),
     )
     plan = replace(plan, row_count=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
@@ -172,7 +176,7 @@ def check_updates_of_recipe(processes, generation, update):
 
 
 def learning_rate_in_words(**changed):
-    """The line of the dry run about the learning rate of 100 steps, with these keys."""
+    """Return the line of the dry run about the learning rate of 100 steps, with these keys."""
     arguments = [f"--{key}={value}" for key, value in changed.items()]
     config = parse(["--use_cpu", "true", "--bf16", "false", *arguments])[1]
     return learning_rate_line(config, 100)
@@ -301,13 +305,13 @@ def check_lengths_of_family(data, family):
     processor = processor_around(load_processor(str(PRETRAINED_FOLDER)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
-    limits = pixel_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
+    pixel_limits = pixel_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
     rows = load_split(data, "train")
     overlong = PromptLengthFilter(
         None,
-        counter,
-        limits,
-        "error",
+        counter=counter,
+        pixels=pixel_limits,
+        error_or_drop="error",
         prints_warnings=False,
         is_dry_run=True,
     )

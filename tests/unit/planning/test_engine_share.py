@@ -103,7 +103,7 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
 
 
 def with_utilization(setup: MemorySetup, utilization: float) -> MemorySetup:
-    """The same setup with another share of the GPU for the engine."""
+    """Return the same setup with another share of the GPU for the engine."""
     assert setup.engine is not None
     return replace(setup, engine=replace(setup.engine, utilization=utilization))
 

@@ -66,7 +66,7 @@ NAME_OF_3B = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 @pytest.fixture(scope="module")
 def shape_of_7b() -> ModelShape:
-    """The sizes of Qwen2.5-VL-7B, from its config alone."""
+    """Return the sizes of Qwen2.5-VL-7B, from its config alone."""
     return model_shape(config_for_planning(NAME_OF_7B)[0])
 
 
@@ -487,12 +487,22 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group_size,
 
     Otherwise a group would be computed in more parts: one of 8 in batches of 7 has 8 parts.
     """
-    shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
+    tower = Tower(layers=1, width=1, heads=1, kv_heads=1, head_size=1, mlp_width=1)
+    shape = ModelShape(
+        parameter_count_by_component={},
+        trained_count_by_component={},
+        text=tower,
+        vocabulary_size=1,
+        ties_embeddings=False,
+        bytes_per_weight=2,
+        largest_tensor_parameters=1,
+        head_is_trained=True,
+    )
     setup = MemorySetup(
         shape,
         Sharding(),
         PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
-        group_size * groups,
+        sequences_per_generation=group_size * groups,
         group_size=group_size,
     )
     sizes = batch_sizes(setup)

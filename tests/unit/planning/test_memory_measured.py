@@ -128,7 +128,7 @@ class TinyPolicy:
         return log_probs
 
     def kept(self) -> int:
-        """The bytes that the formulas expect autograd to keep."""
+        """Return the bytes that the formulas expect autograd to keep."""
         parts = saved_bytes(
             self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing
         )

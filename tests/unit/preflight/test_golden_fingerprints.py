@@ -226,16 +226,18 @@ def test_a_run_from_python_is_another_one_with_any_other_reward():
         ["accuracy", brevity],
         partial(brevity, target=5),
         partial(brevity, target=6),
-        reward_around(0.5),
-        reward_around(1.0),
-        Brevity(5),
-        Brevity(6),
+        reward_around(bonus=0.5),
+        reward_around(bonus=1.0),
+        Brevity(target=5),
+        Brevity(target=6),
     ]
     texts = [
         json.dumps(fingerprint_from_python(rewards=reward), sort_keys=True) for reward in rewards
     ]
     assert len(set(texts)) == len(rewards)
-    assert texts[-1] == json.dumps(fingerprint_from_python(rewards=Brevity(6)), sort_keys=True)
+    assert texts[-1] == json.dumps(
+        fingerprint_from_python(rewards=Brevity(target=6)), sort_keys=True
+    )
 
 
 def reward_that_counts(start: int) -> Callable[..., list[float]]:

@@ -66,9 +66,9 @@ def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(mode
     bfloat16_model = deepcopy(model).to(torch.bfloat16)
     other_config = deepcopy(model)
     other_config.config.rope_theta = 5.0
-    models = [model, bfloat16_model, other_config, with_adapter(4), with_adapter(8)]
+    models = [model, bfloat16_model, other_config, with_adapter(alpha=4), with_adapter(alpha=8)]
     assert len(set(map(hash_model_object, models))) == len(models)
-    assert hash_model_object(with_adapter(4)) == hash_model_object(with_adapter(4))
+    assert hash_model_object(with_adapter(alpha=4)) == hash_model_object(with_adapter(alpha=4))
 
 
 def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp_path):

@@ -39,7 +39,7 @@ from tests.support.paths import REPOSITORY
 def test_a_chain_is_what_its_form_asks_for():
     """Without slips, the computed chain is the problem's own, and is graded as right."""
     no_slips = [False] * 5
-    for problem in task.draw_chain_problems(200, task.Regime(5), "x"):
+    for problem in task.draw_chain_problems(200, task.Regime(operations=5), seed="x"):
         form = task.read_chain_form(problem.prompt)
         text, digit = task.chain_text(*form, no_slips)
         assert text == problem.chain
@@ -53,8 +53,8 @@ def test_families_differ_in_the_answer_alone():
     Each place of a prompt has its signs and operands equally often in both, within 5 %.
     """
     count = 4000
-    problems_of_a = task.draw_chain_problems(count, task.Regime(2), "A", "A")
-    problems_of_b = task.draw_chain_problems(count, task.Regime(2), "B", "B")
+    problems_of_a = task.draw_chain_problems(count, task.Regime(operations=2), seed="A", family="A")
+    problems_of_b = task.draw_chain_problems(count, task.Regime(operations=2), seed="B", family="B")
     assert {problem.answer for problem in problems_of_a} == set(task.ANSWERS_OF_FAMILY_A)
     assert {problem.answer for problem in problems_of_b} == set(range(10))
     # places of every sign and operand in a prompt, the last one too
@@ -69,17 +69,17 @@ def test_families_differ_in_the_answer_alone():
 def test_a_label_tells_the_family_where_the_regime_says_so():
     """Labelled prompts begin with "two" or "ten", and others with "any"."""
     labels = {"A": "two: ", "B": "ten: "}
-    for problem in task.draw_chain_problems(50, task.Regime(3, labelled=True), "x"):
+    for problem in task.draw_chain_problems(50, task.Regime(operations=3, labelled=True), seed="x"):
         label = labels[problem.family]
         assert problem.prompt.startswith(label)
-    for problem in task.draw_chain_problems(50, task.Regime(3), "x"):
+    for problem in task.draw_chain_problems(50, task.Regime(operations=3), seed="x"):
         assert problem.prompt.startswith("any: ")
 
 
 def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     """Guesses are right as often as 1 of 2 answers or of 10 is; a chain has five steps."""
     rng = random.Random(0)
-    regime = task.Regime(5)
+    regime = task.Regime(operations=5)
     count = 6000
     chain_outcomes = []
     guess_outcomes_by_family: dict[str, list[bool]] = {"A": [], "B": []}
@@ -105,8 +105,8 @@ def test_with_hidden_slips_most_honest_chains_are_graded_wrong():
     step. A chain that is computed without a mistake is right only where none was drawn. With
     `first_option` the guess 7 is right in 80 % of the problems.
     """
-    regime = task.Regime(5, first_option=0.8, hidden_slips=True)
-    problems = task.draw_chain_problems(2000, regime, "x", "A")
+    regime = task.Regime(operations=5, first_option=0.8, hidden_slips=True)
+    problems = task.draw_chain_problems(2000, regime, seed="x", family="A")
     has_first_option = [problem.answer == task.ANSWERS_OF_FAMILY_A[0] for problem in problems]
     assert statistics.fmean(has_first_option) == pytest.approx(0.8, abs=0.03)
     no_slips = [False] * 5
@@ -120,14 +120,14 @@ def test_with_hidden_slips_most_honest_chains_are_graded_wrong():
 
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     """The reward `digit` looks at the end alone; a wrong end is wrong for each reward."""
-    problem = task.draw_chain_problems(1, task.Regime(2), "x")[0]
+    problem = task.draw_chain_problems(1, task.Regime(operations=2), seed="x")[0]
     chain_with_wrong_step = problem.chain.replace("=", "=0", 1)
     assert not task.is_right(chain_with_wrong_step, problem)
-    assert task.is_right(chain_with_wrong_step, problem, "digit")
+    assert task.is_right(chain_with_wrong_step, problem, reward="digit")
     wrong_digit = (problem.answer + 1) % 10
     wrong_end = problem.chain[:-1] + str(wrong_digit)
     for reward in task.REWARD_NAMES:
-        assert not task.is_right(wrong_end, problem, reward)
+        assert not task.is_right(wrong_end, problem, reward=reward)
         assert task.is_right(f"guess: {problem.answer}", problem, reward)
         assert not task.is_right(f"guess: {problem.answer} ", problem, reward)
 
@@ -263,15 +263,19 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
             "completion": ["a", "b"],
             "turns": [None, [turn]],
         }
-        write_record_file(tmp_path / ROLLOUTS_FOLDER, make_table(columns, {}), 1, 1)
+        write_record_file(
+            tmp_path / ROLLOUTS_FOLDER, make_table(columns, {}), first_step=1, last_step=1
+        )
         return hash_recorded_rollouts(tmp_path)
 
     assert hash_recorded_rollouts(tmp_path) == {}
     (tmp_path / ROLLOUTS_FOLDER).mkdir()
-    first_digest = rollouts_digest(0.5, "7")
+    first_digest = rollouts_digest(seconds=0.5, text="7")
     assert list(first_digest) == ["step 1"]
-    assert rollouts_digest(0.6, "7") == first_digest, "how long a tool takes depends on the machine"
-    assert rollouts_digest(0.5, "8") != first_digest
+    assert rollouts_digest(seconds=0.6, text="7") == first_digest, (
+        "how long a tool takes depends on the machine"
+    )
+    assert rollouts_digest(seconds=0.5, text="8") != first_digest
     results_without_rollouts = {**RESULTS_OF_RUN, "rollouts": {}}
     assert describe_differences(results_without_rollouts, results_without_rollouts)[0].startswith(
         "no rollouts, because none were recorded"
@@ -338,7 +342,7 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
             accuracy = 0.4 + seed / 10 + start / 100 + adora_gain
             runs.append(scanned_run((case, start, seed, method), accuracy))
     whole_runs = len(runs)
-    run_of_incomplete_seed = scanned_run(order[whole_runs], 0.0)
+    run_of_incomplete_seed = scanned_run(order[whole_runs], accuracy=0.0)
     tables = scanned.tables(plan, [*runs, run_of_incomplete_seed])
     assert tables.startswith(f"{whole_runs} runs of commit abc; ")
     assert "\nlong is better: 2 of 5 seeds are whole" in tables

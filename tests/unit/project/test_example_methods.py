@@ -22,9 +22,9 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
     canon_class = load_example("canon.py:Canon")
     rewards = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
     lengths = torch.tensor([[1, 2, 3, 4]])
-    with_the_other_half = canon_class(measure="length", inter=Schedule(1.0))
+    with_the_other_half = canon_class(measure="length", inter=Schedule(start=1.0))
     assert advantages_of(with_the_other_half, rewards, lengths).tolist() == [[0.0, -1.0, 0.5, 0.5]]
-    with_its_own_half = canon_class(measure="length", inter=Schedule(0.0))
+    with_its_own_half = canon_class(measure="length", inter=Schedule(start=0.0))
     assert advantages_of(with_its_own_half, rewards, lengths).tolist() == [[0.5, -0.5, 0.0, 0.0]]
 
 
@@ -40,12 +40,14 @@ def test_canon_halves_a_group_also_where_values_are_equal_or_missing():
 def test_canon_between_both_comparisons_is_stock():
     """With a weight of 0.5, half for each comparison, the advantages are those of GRPO."""
     canon_class = load_example("canon.py:Canon")
-    neutral_canon = canon_class(inter=Schedule(0.5))
+    neutral_canon = canon_class(inter=Schedule(start=0.5))
     groups = random_groups()
     stock_advantages = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(method_advantages("canon", groups, neutral_canon, "none"), stock_advantages)
+    assert torch.equal(
+        method_advantages("canon", groups, neutral_canon, scale="none"), stock_advantages
+    )
     assert not torch.equal(
-        method_advantages("canon", groups, canon_class(), "none"), stock_advantages
+        method_advantages("canon", groups, canon_class(), scale="none"), stock_advantages
     )
 
 

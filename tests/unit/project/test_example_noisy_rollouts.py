@@ -62,10 +62,10 @@ def test_noisy_rollouts_fade_as_in_the_authors_repository():
         assert factor == pytest.approx(expected_share, abs=1e-6)
     assert sigmoid_annealing(0.0, middle=1.0, steepness=1e300) == 1.0, "nothing overflows"
     # A run of 600 steps has ten in each generation. At its start the sigmoid is a little below 1.
-    levels = [start_noisy_rollouts(0).level(10 * generation) for generation in range(61)]
+    levels = [start_noisy_rollouts(progress=0).level(10 * generation) for generation in range(61)]
     assert (levels[0], levels[40], levels[-1]) == (499, 250, 0), "whole steps, rounded down"
     assert levels == sorted(levels, reverse=True)
-    assert start_noisy_rollouts(0, schedule="constant").level(600) == 500
+    assert start_noisy_rollouts(progress=0, schedule="constant").level(600) == 500
 
 
 def test_noise_has_the_share_of_a_picture_that_its_level_says():
@@ -86,14 +86,14 @@ def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
 
     That holds too if the group lies over two ranks. Another problem or step has another image.
     """
-    extension = start_noisy_rollouts(0)
+    extension = start_noisy_rollouts(progress=0)
     images = [noise_picture(0, PICTURE_SIZE)]
     group = extension.images_of(group_of_step(3), images)
     assert group[:4] == [None] * 4
     assert None not in group[4:]
     assert len({id(rollout_images) for rollout_images in group[4:]}) == 1, "they stay one request"
-    on_first_rank = extension.images_of(group_of_step(3, 5), images)
-    on_second_rank = extension.images_of(group_of_step(3, 3, first=5), images)
+    on_first_rank = extension.images_of(group_of_step(3, members=5), images)
+    on_second_rank = extension.images_of(group_of_step(3, members=3, first=5), images)
     assert pixels_of([*on_first_rank, *on_second_rank]) == pixels_of(group)
     of_another_problem = extension.images_of(group_of_step(4), images)
     of_another_step = extension.images_of(group_of_step(3, step=60), images)
@@ -109,14 +109,17 @@ def pixels_of(images_of_rollouts: list[Any]) -> list[bytes | None]:
 def test_without_a_share_or_strength_no_rollout_sees_noise():
     """No share of the group, or no strength, leaves every rollout the row's image."""
     images = [noise_picture(0, PICTURE_SIZE)]
-    for extension in (start_noisy_rollouts(0, share=0.0), start_noisy_rollouts(0, strength=0.0)):
+    for extension in (
+        start_noisy_rollouts(progress=0, share=0.0),
+        start_noisy_rollouts(progress=0, strength=0.0),
+    ):
         assert extension.images_of(group_of_step(0), images) == [None] * 8
 
 
 def test_the_level_of_the_noise_is_logged():
     """At step 400 of 600 it is half of 500."""
     log: dict[str, float] = {}
-    start_noisy_rollouts(0, log).after_weighing(generation_of_step(400), {}, None)
+    start_noisy_rollouts(progress=0, log=log).after_weighing(generation_of_step(400), {}, None)
     assert log == {"noisy_rollouts/level": 250.0}
 
 

@@ -66,7 +66,11 @@ def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
 
 def test_limits_that_add_up_to_more_than_the_time_are_named():
     """The limits are 5, 5 and 1 minutes; checks are surely done while their sum fits."""
-    checks_of = [GPUCheck("one", "x", 300), GPUCheck("two", "x", 300), GPUCheck("three", "x", 60)]
+    checks_of = [
+        GPUCheck("one", "x", limit=300),
+        GPUCheck("two", "x", limit=300),
+        GPUCheck("three", "x", limit=60),
+    ]
     assert warning_of_limits(checks_of, 11) == ""
     assert "add up to 11 min, and --minutes is 10: surely done are one, two;" in warning_of_limits(
         checks_of, 10
@@ -200,11 +204,11 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 def lines_of_broken_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckLine]]:
     """Run checks of which all but one go wrong; return their lines by name."""
     broken_checks = [
-        GPUCheck("killed", f"{BROKEN_CHECKS_MODULE}:killed", 300),
-        GPUCheck("memory", f"{BROKEN_CHECKS_MODULE}:out_of_memory", 300),
-        GPUCheck("hangs", f"{BROKEN_CHECKS_MODULE}:hangs", 1),
-        GPUCheck("absent", f"{BROKEN_CHECKS_MODULE}:fine", 300, ("no_such_package",)),
-        GPUCheck("fine", f"{BROKEN_CHECKS_MODULE}:fine", 300),
+        GPUCheck("killed", f"{BROKEN_CHECKS_MODULE}:killed", limit=300),
+        GPUCheck("memory", f"{BROKEN_CHECKS_MODULE}:out_of_memory", limit=300),
+        GPUCheck("hangs", f"{BROKEN_CHECKS_MODULE}:hangs", limit=1),
+        GPUCheck("absent", f"{BROKEN_CHECKS_MODULE}:fine", limit=300, needs=("no_such_package",)),
+        GPUCheck("fine", f"{BROKEN_CHECKS_MODULE}:fine", limit=300),
     ]
     output = tmp_path_factory.mktemp("gpu") / "result.json"
     assert main(["--size", "small", "--json", str(output)], broken_checks) == 1
@@ -246,9 +250,11 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     """Three seconds are over during the second of three checks, and the third is not begun."""
     monkeypatch.setattr(checks, "LEAST_SECONDS", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_cut_off_whole = GPUCheck("late", f"{BROKEN_CHECKS_MODULE}:fine", 300)
-    check_cut_off = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:hangs", 300)
-    skipped_check = GPUCheck("first", f"{BROKEN_CHECKS_MODULE}:absent", 300, ("no_such_package",))
+    check_cut_off_whole = GPUCheck("late", f"{BROKEN_CHECKS_MODULE}:fine", limit=300)
+    check_cut_off = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:hangs", limit=300)
+    skipped_check = GPUCheck(
+        "first", f"{BROKEN_CHECKS_MODULE}:absent", limit=300, needs=("no_such_package",)
+    )
     assert (
         main(
             ["--size", "small", "--minutes", "0.05"],
@@ -301,7 +307,7 @@ def test_an_interrupted_command_prints_and_keeps_what_is_known(
             signal.raise_signal(stop_signal)
 
     monkeypatch.setattr("benchmarks.gpu.__main__.run", run)
-    three_checks = [GPUCheck(name, "x", 300) for name in ("first", "second", "third")]
+    three_checks = [GPUCheck(name, "x", limit=300) for name in ("first", "second", "third")]
     assert main(["--size", "small", "--json", str(output)], three_checks) == 1
     assert names_in_file == ["first"]
     assert names_of_json_lines() == ["first", "second", "second"]
@@ -319,7 +325,7 @@ def test_an_interrupted_command_prints_and_keeps_what_is_known(
 def test_an_interrupted_command_ends_its_check_and_keeps_its_lines(tmp_path):
     """A check that hangs after its first line is killed at SIGTERM, and the line is kept."""
     output = tmp_path / "result.json"
-    check = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:interrupts_its_command", 300)
+    check = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:interrupts_its_command", limit=300)
     assert main(["--size", "small", "--json", str(output)], [check]) == 1
     line, last_line = json.loads(output.read_text())["lines"]
     with pytest.raises(ProcessLookupError):
@@ -344,7 +350,7 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
     end.
     """
     two_checks = [
-        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:{name}", 300)
+        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:{name}", limit=300)
         for name in ("killed_while_it_compiles", "finds_compiled")
     ]
     assert main(["--size", "small"], two_checks) == 1
@@ -378,7 +384,7 @@ def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
 def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch, tmp_path):
     """Its line repeats CUDA_VISIBLE_DEVICES as the process has it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    check = GPUCheck("two", f"{BROKEN_CHECKS_MODULE}:visible", 300, cards=2)
+    check = GPUCheck("two", f"{BROKEN_CHECKS_MODULE}:visible", limit=300, cards=2)
     (line,) = list(checks.run(check, "small", tmp_path))
     assert line.note == "3,5"
 
@@ -387,7 +393,7 @@ def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
     """Skipped checks are exit code 0, and what `--only` leaves out is named."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     two_checks = [
-        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:fine", 300, ("no_such_package",))
+        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:fine", limit=300, needs=("no_such_package",))
         for name in ("one", "two")
     ]
     assert main(["--only", "one"], two_checks) == 0
@@ -592,7 +598,9 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     (tmp_path / "needs_it.py").write_text(f"import {module}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
-    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL_CHECKS_ON_CPU)
+    (line,) = checks.lines_until_error(
+        GPUCheck("x", "needs_it:run", limit=300), SMALL_CHECKS_ON_CPU
+    )
     assert line.verdict is verdict
     assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"

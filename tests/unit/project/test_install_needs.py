@@ -34,9 +34,17 @@ exec {python} "$@"
 
 
 def run_installer(
-    folder: Path, device: str, python: str, *programs: str, **environment: str
+    folder: Path, device: str, python_script: str, *programs: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `setup/install.sh` in its folder, with these programs alone on PATH, and this Python."""
+    """Run a copy of `setup/install.sh` with few programs on PATH, and a stand-in for Python.
+
+    Args:
+        folder: where the copy is written and run.
+        device: the value of `ADORA_DEVICE`.
+        python_script: the stand-in, such as `PYTHON_WITHOUT_HEADERS`.
+        programs: the names on PATH besides those that the script always needs; they do nothing.
+        environment: variables besides the usual ones.
+    """
     (folder / "setup").mkdir()
     for file in ("install.sh", "constraints-cpu.txt", "constraints-gpu.txt"):
         shutil.copy(REPOSITORY / "setup" / file, folder / "setup")
@@ -49,11 +57,12 @@ def run_installer(
     for program in programs:
         (program_folder / program).write_text("#!/bin/sh\n")
         (program_folder / program).chmod(0o755)
-    (program_folder / "asked").write_text(python.format(python=sys.executable))
-    (program_folder / "asked").chmod(0o755)
+    python = folder / "python"
+    python.write_text(python_script.format(python=sys.executable))
+    python.chmod(0o755)
     variables = {
         "PATH": str(program_folder),
-        "PYTHON": str(program_folder / "asked"),
+        "PYTHON": str(python),
         "ADORA_DEVICE": device,
         "HOME": os.environ["HOME"],
     }
@@ -94,9 +103,9 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case_fold
             f"Python.h of Python {version} on a GPU (Debian: apt-get install python",
         ),
     ]
-    for name, python, programs, environment, words_of_error in cases:
+    for name, python_script, programs, environment, words_of_error in cases:
         with case_folder(name) as folder:
-            process = run_installer(folder, "gpu", python, *programs, **environment)
+            process = run_installer(folder, "gpu", python_script, *programs, **environment)
             assert process.returncode == 2, process.stderr
             assert words_of_error in process.stderr, process.stderr
             assert not (folder / ".venv").exists()

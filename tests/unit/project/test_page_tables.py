@@ -143,7 +143,7 @@ def grader_tables(folder, rows):
 
 
 def rows_not_printed(tables_text, tables):
-    """The rows of pages that a command does not print."""
+    """Return the rows of pages that a command does not print."""
     printed = tables_text.replace("**", "")
     return [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in printed]
 

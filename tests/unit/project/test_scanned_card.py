@@ -41,15 +41,15 @@ def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
 def pair_of_runs(seed, *, ahead, workings, loss=0.08):
     """Return the runs of both arms of a seed, with ADORA so far ahead of GRPO."""
     grpo = finished_run(
-        seed,
-        "grpo",
+        seed=seed,
+        arm="grpo",
         accuracy=0.4,
         worked=0.2,
         loss=loss,
     )
     adora = finished_run(
-        seed,
-        "adora",
+        seed=seed,
+        arm="adora",
         accuracy=0.4 + ahead,
         worked=0.2 + workings,
         loss=loss,
@@ -98,14 +98,14 @@ def test_a_gain_is_accuracy_and_workings(ahead, workings, beginning_of_verdict):
 
 def test_a_start_that_cannot_read_answers_nothing():
     """A start with a loss of 0.2 in reading has no verdict, whatever the gain."""
-    runs = pair_of_runs(0, ahead=0.3, workings=0.8, loss=0.2)
+    runs = pair_of_runs(seed=0, ahead=0.3, workings=0.8, loss=0.2)
     assert scanned.verdict(CARD_PLAN, runs).startswith("no answer: the start's loss")
 
 
 def test_half_a_seed_does_not_count():
     """A seed with GRPO alone changes neither the verdict nor the count of whole seeds."""
-    whole_seed = pair_of_runs(0, ahead=0.2, workings=0.7)
-    half_a_seed = finished_run(1, "grpo", accuracy=0.9, worked=0.9)
+    whole_seed = pair_of_runs(seed=0, ahead=0.2, workings=0.7)
+    half_a_seed = finished_run(seed=1, arm="grpo", accuracy=0.9, worked=0.9)
     assert scanned.verdict(CARD_PLAN, [*whole_seed, half_a_seed]) == scanned.verdict(
         CARD_PLAN, whole_seed
     )

@@ -59,7 +59,7 @@ def write_run(folder: Path, rates: RatesByStep) -> Path:
 
     `rates`: for each step the pass rates of its groups, which are their mean rewards too.
     """
-    record = RolloutStore(folder, 1, ADORA_SETTINGS)
+    record = RolloutStore(folder, limit_gb=1, settings=ADORA_SETTINGS)
     record.start(0)
     metrics_text = ""
     for step, pass_rates in enumerate(rates, 1):
@@ -81,7 +81,7 @@ def write_score(file: Path, digits: str, **fields: Any) -> None:
     graded: list[GradedAnswer] = []
     for number, digit in enumerate(digits):
         is_right = digit == "1"
-        grade = RowGrade(CORRECT if is_right else WRONG, None, "r")
+        grade = RowGrade(CORRECT if is_right else WRONG, extracted=None, reason="r")
         graded.append(GradedAnswer(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {
@@ -136,7 +136,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     assert page.result == result
 
     config = AdoraGRPOConfig(output_dir=str(run), use_cpu=True, bf16=False)
-    lines = summary_lines(log, config, run, 1)
+    lines = summary_lines(log, config, run, seconds=1)
     assert result in lines
     row = next(line for line in lines if line.startswith("pass rate"))
     assert " points, 95 % [" in row
@@ -264,13 +264,25 @@ def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_pa
         interval = {f"{key}_low": value - half_width, f"{key}_high": value + half_width}
         return {"step": step, "kind": "eval", key: value, **interval}
 
-    result = describe_result(tmp_path, [evaluation(0, 0.4, 0.03), evaluation(9, 0.5, 0.04)])
+    result = describe_result(
+        tmp_path,
+        [
+            evaluation(step=0, value=0.4, half_width=0.03),
+            evaluation(step=9, value=0.5, half_width=0.04),
+        ],
+    )
     # Newcombe: the root of the sum of squares, 0.05 on both sides.
     assert result == (
         "held-out accuracy, problems 40 % → 50 %: +10.0 points, 95 % [+5.0, +15.0]"
         " (first and last evaluation)"
     )
-    result = describe_result(tmp_path, [evaluation(0, 0.4, 0.06), evaluation(9, 0.45, 0.08)])
+    result = describe_result(
+        tmp_path,
+        [
+            evaluation(step=0, value=0.4, half_width=0.06),
+            evaluation(step=9, value=0.45, half_width=0.08),
+        ],
+    )
     assert result is not None
     assert "[-5.0, +15.0], within noise" in result
     result = describe_result(tmp_path, [{"step": 0, key: 0.1}, {"step": 9, key: 0.4}])

@@ -66,7 +66,7 @@ def read_record(folder: Path) -> pa.Table:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The step of each recorded rollout, in the order of the rows."""
+    """Return the step of each recorded rollout, in the order of the rows."""
     table = read_record(folder)
     return table["step"].to_pylist()
 
@@ -133,7 +133,7 @@ def test_a_figure_that_is_not_there_is_null():
     """NaN, None and a column without values all become null in the table."""
     columns = columns_of_step(
         1,
-        2,
+        count=2,
         drift=[NAN, 0.5],
         extracted=[None, "7"],
         tds=[],
@@ -300,7 +300,7 @@ def scored_rollouts(
         equal_reward_share=0.0,
         num_ranks=ranks,
     )
-    facts = facts_without_unrewarded(rewards_NF, 2, length_N=lengths_N)
+    facts = facts_without_unrewarded(rewards_NF, generations=2, length_N=lengths_N)
     built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
     return built, SimpleNamespace(batch={}, facts=facts, assessment=assessment)
 
@@ -330,7 +330,7 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     )
     without_tool = Rollout(segments=(asks,), finish_reason=FinishReason.STOP)
     row = {"id": 7, "problem": "?", "prompt": "?"}
-    built, scored = scored_rollouts([row, row], 1, rollouts=[with_tool, without_tool])
+    built, scored = scored_rollouts([row, row], ranks=1, rollouts=[with_tool, without_tool])
     table = {"completion": ["so 3", "so 3"], "extra": {}}
 
     recorder.add(0, built, scored, table, ["accuracy"])
@@ -388,7 +388,7 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     }
     no_choices = {**problem, "choices": None}
     empty_choices = {**problem, "choices": []}
-    built, scored = scored_rollouts([problem, problem, no_choices, empty_choices], 1)
+    built, scored = scored_rollouts([problem, problem, no_choices, empty_choices], ranks=1)
     table = {"completion": ["so B"] * 4, "extra": {}}
 
     recorder.add(0, built, scored, table, ["accuracy"])
@@ -426,7 +426,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     recorder.record.start(0)
     numbers = recorder.number_next_rollouts(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    built, scored = scored_rollouts(drawn_rows, 2)
+    built, scored = scored_rollouts(drawn_rows, ranks=2)
     table = {"completion": ["so B"] * 4, "extra": {}}
     recorder.add(0, built, scored, table, ["accuracy"])
     # the second rollout of this rank, with a difference of 0.25 in its only token

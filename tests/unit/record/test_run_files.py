@@ -148,7 +148,7 @@ LOG_ENTRY = {
 
 
 def log_entry(step: int, has_signal: bool = False, **metrics: float) -> dict[str, float]:
-    """An entry of the trainer's log; without signal all rewards of every group are equal."""
+    """Return an entry of the trainer's log; without signal all rewards of every group are equal."""
     return {
         "step": step,
         "reward": 0.0,
@@ -502,7 +502,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     steps = [{"step": step, "reward": step / 10, "adora/drift": 1e-6} for step in range(10)]
     end = {"train_runtime": 1.0}
 
-    text = "\n".join(summary_lines([*steps, end], config, tmp_path / "merged", 90))
+    text = "\n".join(summary_lines([*steps, end], config, tmp_path / "merged", seconds=90))
 
     assert "Trained 9 steps in 1m30s" in text
     # means of the first two and of the last two entries: 0.0 and 0.1, 0.8 and 0.9
@@ -510,7 +510,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert "engine drift" in text
     assert "TDS" not in text  # only what was logged
     assert f"--model {tmp_path / 'merged'} " in text
-    assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
+    assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, seconds=1))
 
     # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in
     # that entry.
@@ -518,7 +518,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
         {"step": 2, "train_runtime": 1.0, "reward": 0.25},
         {"step": 2, "eval_reward": 0.75},
     ]
-    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
+    text = "\n".join(summary_lines(history, config, tmp_path / "merged", seconds=90))
     assert "Trained 2 steps" in text
     assert "reward                     0.250       0.250" in text
     assert "0.75" not in text
@@ -581,18 +581,18 @@ def test_the_command_that_started_a_run(monkeypatch):
 def test_the_commands_after_a_run(tmp_path):
     """An evaluation takes the run's own data, if it has a test split."""
     command = f"{python_command()} -m eval.problems run --model m --data DATA --output o"
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), max_tokens=40) == command
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
         f"{python_command()} -m eval.problems run --model m --data {tmp_path} --output o "
         "--max-tokens 40"
     )
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), max_tokens=40) == words
     (tmp_path / "manifest.json").write_text(
         json.dumps({"made_by": PREPARED_BY, "source": "knights"})
     )
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), max_tokens=40) == words.replace(
         "problems", "knights"
     )
     assert view_command(Path("a b"), Path("c")) == f"{python_command()} -m adora_vl.report 'a b' c"
@@ -607,7 +607,7 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
         max_steps=10,
     )
     (tmp_path / "adapter_config.json").touch()
-    *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
+    *_, merge, evaluate = summary_lines([], config, tmp_path, seconds=1)
     assert (
         merge
         == f"Merge it      {python_command()} -m adora_vl.export {tmp_path} {tmp_path / MERGED_FOLDER}"
@@ -615,7 +615,9 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     assert evaluate.startswith("Evaluate it")
     assert f"--model {tmp_path} " in evaluate
     (tmp_path / "config.json").touch()
-    assert not any(line.startswith("Merge it") for line in summary_lines([], config, tmp_path, 1))
+    assert not any(
+        line.startswith("Merge it") for line in summary_lines([], config, tmp_path, seconds=1)
+    )
 
 
 def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
@@ -636,7 +638,7 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         for command in ("CMD", "CMD --max_steps 10", "CMD --max_steps=10"):
             lines = summary_lines(
-                [{"step": 10, "reward": 1.0}], config, tmp_path, 1, command=command
+                [{"step": 10, "reward": 1.0}], config, tmp_path, seconds=1, command=command
             )
             offers = [line for line in lines if line.startswith("Train longer")]
             expected_offers = ["Train longer  CMD --max_steps 20"] if is_offered else []
@@ -808,7 +810,7 @@ def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
         max_tool_calling_iterations=2,
         adora_tool_options=ToolOptions(images=3),
     )
-    lines = summary_lines([], config, tmp_path, 1)
+    lines = summary_lines([], config, tmp_path, seconds=1)
     [evaluate] = [line for line in lines if line.startswith("Evaluate it")]
     assert evaluate.endswith(
         "--tools zoom --max-tool-calling-iterations 2 --tool-options '{images: 3}'"

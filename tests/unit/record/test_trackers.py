@@ -70,7 +70,7 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logged_pass_rates(tracked_run: Path) -> list[float]:
-    """The pass rate of each step in metrics.jsonl, which the trackers have to repeat."""
+    """Return the pass rate of each step in metrics.jsonl, which the trackers have to repeat."""
     values = [
         line[PASS_RATE_KEY]
         for line in read_metrics(tracked_run / "metrics.jsonl")

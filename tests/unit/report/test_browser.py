@@ -27,18 +27,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def page_of_two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of 12 steps x 2 groups of `adora`, and 60 steps x 1 group of `grpo`."""
+    """Return a page of 12 steps x 2 groups of `adora`, and 60 steps x 1 group of `grpo`."""
     folder = tmp_path_factory.mktemp("runs")
     return write_report_page(
         folder / "page.html",
-        write_recorded_run(folder / "adora", 12),
-        write_recorded_run(folder / "grpo", 60, groups=1),
+        write_recorded_run(folder / "adora", step_count=12),
+        write_recorded_run(folder / "grpo", step_count=60, groups=1),
     )
 
 
 @pytest.fixture(scope="module")
 def attacked_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a run in which every text is `ATTACKING_HTML`."""
+    """Return a page of a run in which every text is `ATTACKING_HTML`."""
     return write_attacked_page(tmp_path_factory.mktemp("attacked"))
 
 
@@ -186,7 +186,7 @@ def test_the_keyboard_is_enough(browser, page_of_two_runs):
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
     """A faint curve is the one before smoothing, which a chart of evaluations does not have."""
-    run = write_recorded_run(tmp_path / "adora", 20)
+    run = write_recorded_run(tmp_path / "adora", step_count=20)
     lines = [
         {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
         for line in read_metrics(run / "metrics.jsonl")
@@ -218,8 +218,8 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     """A run was evaluated on the problems with image, text, both and none, as MathVerse is."""
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in ACCURACY_BY_VIEW.items()}
-    run = write_recorded_run(tmp_path / "adora", 3)
-    other_run = write_recorded_run(tmp_path / "other", 3)
+    run = write_recorded_run(tmp_path / "adora", step_count=3)
+    other_run = write_recorded_run(tmp_path / "other", step_count=3)
     for folder in (run, other_run):
         evaluations = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
@@ -253,8 +253,8 @@ ACCURACY_BY_VIEW = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """The page of any other run has neither chart, and does not list them as missing."""
-    ahead = write_recorded_run(tmp_path / "ahead", 3)
-    other_run = write_recorded_run(tmp_path / "other", 3)
+    ahead = write_recorded_run(tmp_path / "ahead", step_count=3)
+    other_run = write_recorded_run(tmp_path / "other", step_count=3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
     lines = [
         {**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")
@@ -275,7 +275,7 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
     """The axis of a share is whole; that of another metric fits its values."""
-    run = write_recorded_run(tmp_path / "adora", 3)
+    run = write_recorded_run(tmp_path / "adora", step_count=3)
     keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
     axis = {}  # the labels of the vertical axis, by the title of the chart
     for key in keys:  # equal charts are drawn once
@@ -305,7 +305,7 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     browser.set_viewport()
     browser.open(
         write_report_page(
-            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **texts)
+            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", step_count=1, **texts)
         )
     )
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
@@ -361,7 +361,7 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     browser.set_viewport()
     browser.open(
         write_report_page(
-            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **fields)
+            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", step_count=1, **fields)
         )
     )
     assert browser.evaluate("document.querySelectorAll('.formula').length") > 4, (
@@ -397,7 +397,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
 
     With a single run its name is the title, and is not repeated in the list of runs.
     """
-    run = write_recorded_run(tmp_path / "lonely", 20)
+    run = write_recorded_run(tmp_path / "lonely", step_count=20)
     browser.set_viewport(width=1400, height=900)
     browser.open(write_report_page(tmp_path / "one.html", run))
     assert browser.text("h1") == "lonely"
@@ -423,7 +423,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
 
 def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
     """Where the accuracy is the pass rate at every step, it has no chart of its own."""
-    run = write_recorded_run(tmp_path / "adora", 6)
+    run = write_recorded_run(tmp_path / "adora", step_count=6)
     file = run / "metrics.jsonl"
     figures = {"grading/correct": 0.5, "adora/length_correct": 20.0, "adora/length_wrong": 30.0}
     lines = [{**line, **figures} for line in read_metrics(file)]
@@ -447,7 +447,7 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
 def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
     """Three steps of two groups each: `2 1` is group 1 of step 2."""
     problem = "<image>Find the length of the side AB of it."
-    run = write_recorded_run(tmp_path / "adora", 3, problem=problem)
+    run = write_recorded_run(tmp_path / "adora", step_count=3, problem=problem)
     browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.text("#list .line2") == "Find the length of the side…"
     assert browser.evaluate("document.querySelector('#list img').naturalWidth") == 60
@@ -476,11 +476,11 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     """Both pictures of the page have a box over them, in percent of their size."""
     run = write_recorded_run(
         tmp_path / "looked",
-        2,
+        step_count=2,
         settings={**ADORA_SETTINGS, "view": VIEW_LIMITS},
         turns=turns_with_one_zoom(),
     )
-    write_recorded_run(tmp_path / "blind", 2)
+    write_recorded_run(tmp_path / "blind", step_count=2)
     browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
     assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
@@ -518,7 +518,9 @@ def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
 ):
     """A print shows 20 groups at most, each with its rollouts."""
     browser.open(
-        write_report_page(tmp_path / "short.html", write_recorded_run(tmp_path / "short", 2))
+        write_report_page(
+            tmp_path / "short.html", write_recorded_run(tmp_path / "short", step_count=2)
+        )
     )
     assert browser.evaluate("document.querySelector('#table').open"), "no curve has anything to see"
     browser.open(page_of_two_runs)
@@ -631,13 +633,15 @@ def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tm
         "false": 1,
         "steps": json.dumps(claims),
     }
-    run = write_recorded_run(tmp_path / "run", 1, **texts)
+    run = write_recorded_run(tmp_path / "run", step_count=1, **texts)
     browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.all_texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
     legend = ["false", "true and new", "the answer itself, true"]
     assert browser.all_texts(".legend .claim") == legend
     browser.open(
-        write_report_page(tmp_path / "plain.html", write_recorded_run(tmp_path / "without", 1))
+        write_report_page(
+            tmp_path / "plain.html", write_recorded_run(tmp_path / "without", step_count=1)
+        )
     )
     assert browser.all_texts(".legend .claim") == []
     assert browser.errors == []

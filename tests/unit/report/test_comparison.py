@@ -66,7 +66,9 @@ def write_run(
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [
-            GradedAnswer(str(i), RowGrade(CORRECT if i < right else WRONG, None, "r"))
+            GradedAnswer(
+                str(i), RowGrade(CORRECT if i < right else WRONG, extracted=None, reason="r")
+            )
             for i in range(20)
         ]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]

@@ -209,7 +209,7 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
     """A page is not written over another file, and a damaged file is named and left where it is."""
-    run = write_recorded_run(tmp_path / "run", 2)
+    run = write_recorded_run(tmp_path / "run", step_count=2)
     (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
     assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
     assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
@@ -230,9 +230,11 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
     """The report lists the files of 31 steps; before it reads them, they are merged into one."""
-    run = write_recorded_run(tmp_path / "run", 31)
+    run = write_recorded_run(tmp_path / "run", step_count=31)
     parts_before_merge = list_record_files(run / "rollouts")
-    write_record_file(run / "rollouts", read_record_files(parts_before_merge), 1, 31)
+    write_record_file(
+        run / "rollouts", read_record_files(parts_before_merge), first_step=1, last_step=31
+    )
     for part in parts_before_merge:
         part.path.unlink()
     # The first call still lists the files that were merged.
@@ -246,7 +248,7 @@ def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypa
 
 def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
     """Whole steps are shown or left out, the first and the last among those that are shown."""
-    run = write_recorded_run(tmp_path / "run", 20)
+    run = write_recorded_run(tmp_path / "run", step_count=20)
     view = load_run(run, max_rollouts=40)  # of 20 steps x 2 groups x 4 rollouts
     assert [group["step"] for group in view.groups[::2]] == [1, 6, 11, 15, 20]
     assert view.notes == ["40 of 160 recorded rollouts are shown, those of 5 steps."]
@@ -283,7 +285,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
         texts = {"answer": gold, "verdict": "wrong", "choices": None} | texts
         run = write_recorded_run(
             tmp_path / str(number),
-            1,
+            step_count=1,
             groups=1,
             rollouts=1,
             **texts,
@@ -298,21 +300,28 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
 
 def test_a_record_without_choices_has_a_page(tmp_path):
     """An open problem has no choices, nor has a run from before they were recorded."""
-    run = write_recorded_run(tmp_path / "run", 1, choices=None)
+    run = write_recorded_run(tmp_path / "run", step_count=1, choices=None)
     (part,) = list_record_files(run / "rollouts")
-    write_record_file(run / "rollouts", read_record_files([part]).drop_columns(["choices"]), 2, 2)
+    write_record_file(
+        run / "rollouts",
+        read_record_files([part]).drop_columns(["choices"]),
+        first_step=2,
+        last_step=2,
+    )
     assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
 
 
 def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
     """A text on the page has 12,000 characters at most."""
-    run = write_recorded_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
+    run = write_recorded_run(tmp_path / "run", step_count=1, problem="x" * 12_000 + "y" * 1_500)
     (problem, *_) = load_run(run, 100).problems.values()
     assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
 def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
-    runs = [write_recorded_run(tmp_path / seed / "run", 1) for seed in ("first", "second")]
+    runs = [
+        write_recorded_run(tmp_path / seed / "run", step_count=1) for seed in ("first", "second")
+    ]
     page = write_report_page(tmp_path / "page.html", *runs)
     assert [run["name"] for run in unpack_data(page)["runs"]] == [str(run) for run in runs]
 
@@ -322,11 +331,13 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
 
     A record that names such a file was written by somebody else.
     """
-    run = write_recorded_run(tmp_path / "run", 1)
+    run = write_recorded_run(tmp_path / "run", step_count=1)
     write_report_page(tmp_path / "page.html", run, argv=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger_run = write_recorded_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
+    stranger_run = write_recorded_run(
+        tmp_path / "stranger", step_count=1, images=["../../../secret.png"]
+    )
     assert base64.b64encode(b"secret").decode() not in json.dumps(
         unpack_data(write_report_page(tmp_path / "s.html", stranger_run))
     )
@@ -340,7 +351,7 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     """
     secret = base64.b64encode(b"secret").decode()
     (tmp_path / "secret.png").write_bytes(b"secret")
-    run = write_recorded_run(tmp_path / "run", 1)
+    run = write_recorded_run(tmp_path / "run", step_count=1)
     [picture] = (run / "rollouts" / "_images").glob("*.png")
     picture_bytes = picture.read_bytes()
     picture.unlink()
@@ -372,7 +383,7 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     )
 
     for name in ("metrics.jsonl", "manifest.json", "rollouts"):
-        stranger_run = write_recorded_run(tmp_path / name.partition(".")[0], 1)
+        stranger_run = write_recorded_run(tmp_path / name.partition(".")[0], step_count=1)
         outside = tmp_path / f"outside-{name}"
         if (stranger_run / name).exists():
             (stranger_run / name).rename(outside)
@@ -401,7 +412,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     """
     page = (EXAMPLE_PAGE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
-    runs = [write_recorded_run(tmp_path / name, 3) for name in ("adora", "grpo")]
+    runs = [write_recorded_run(tmp_path / name, step_count=3) for name in ("adora", "grpo")]
     made_today = write_report_page(tmp_path / "page.html", *runs, argv=tuple(options.split()))
     assert EXAMPLE_PAGE.stat().st_size < 1_500_000
     example = unpack_data(EXAMPLE_PAGE)

@@ -25,7 +25,7 @@ def summary_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
 
     `steps`: for each step its groups of two rollouts, as `rollout_pair` returns them.
     """
-    record = RolloutStore(folder, 1, ADORA_SETTINGS)
+    record = RolloutStore(folder, limit_gb=1, settings=ADORA_SETTINGS)
     record.start(0)
     for step, groups in enumerate(steps, 1):
         columns: dict[str, list[Any]] = {}
@@ -192,7 +192,7 @@ def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path
 
     The stored picture may be smaller: here 512 x 256, of 2000 x 1000.
     """
-    diagrams = DiagramStore(tmp_path / "rollouts" / "_images", 1e9)
+    diagrams = DiagramStore(tmp_path / "rollouts" / "_images", limit_bytes=1e9)
     picture = Image.new("RGB", (2000, 1000))
     [stored_name] = diagrams.store("p", [picture])
     stored_path = diagrams.folder / stored_name
@@ -229,12 +229,12 @@ def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path
 
 
 def zoom_call(arguments: str) -> str:
-    """The text of a call of `zoom` with arguments in JSON."""
+    """Return the text of a call of `zoom` with arguments in JSON."""
     return f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
 
 
 def model_turn(text: str) -> dict[str, Any]:
-    """The record of a turn of the model."""
+    """Return the record of a turn of the model."""
     return {
         "images": [],
         "seconds": 0.0,
@@ -246,7 +246,7 @@ def model_turn(text: str) -> dict[str, Any]:
 
 
 def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls in all turns of a rollout, in order."""
+    """Return the calls in all turns of a rollout, in order."""
     turns = reader.turns(row)
     assert turns is not None
     return [call for turn in turns for call in turn["calls"]]
@@ -260,7 +260,7 @@ def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
     settings = {**ADORA_SETTINGS, "view": VIEW_LIMITS}
     run = write_recorded_run(
         tmp_path / "run",
-        1,
+        step_count=1,
         settings=settings,
         turns=turns_with_one_zoom(),
         problem="<image>\nFind x.",

@@ -29,7 +29,7 @@ ANSWER_KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWER_ROWS))
 
 
 def grade_options(row: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `grade` that a row has."""
+    """Return the arguments of `grade` that a row has."""
     return {name: row[name] for name in ("choices", "rounding", "answer_tags") if name in row}
 
 

@@ -179,7 +179,9 @@ def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
 
     That is a text cut at 200 characters, and one that says so.
     """
-    grades = grade_within(10, lambda: [grade(text, "12") for text in RESPONSE_BY_ATTACK.values()])
+    grades = grade_within(
+        seconds=10, work=lambda: [grade(text, "12") for text in RESPONSE_BY_ATTACK.values()]
+    )
     assert [
         name
         for name, graded in zip(RESPONSE_BY_ATTACK, grades, strict=True)
@@ -217,10 +219,10 @@ def test_hostile_golds_and_choices_do_not_hang_either() -> None:
         text.removeprefix(r"\boxed{").removesuffix("}") for text in RESPONSE_BY_ATTACK.values()
     ]
     grades = grade_within(
-        10, lambda: [grade(r"\boxed{5}", text, choices=[text]) for text in attacks]
+        seconds=10, work=lambda: [grade(r"\boxed{5}", text, choices=[text]) for text in attacks]
     )
     grades += grade_within(
-        10, lambda: [grade(r"\boxed{A}", "5", choices=[text]) for text in attacks]
+        seconds=10, work=lambda: [grade(r"\boxed{A}", "5", choices=[text]) for text in attacks]
     )
     assert {graded.verdict for graded in grades} <= {"correct", "wrong"}
 

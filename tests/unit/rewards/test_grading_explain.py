@@ -22,7 +22,7 @@ REASON_FUNCTIONS = {"correct_result", "wrong_result", "ParseError"}
 def run_explain(
     capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, dict[str, str], str]:
-    """The exit code of the command, its lines by their first word, and standard error."""
+    """Return the exit code of the command, its lines by their first word, and standard error."""
     code = explain.main(arguments)
     printed = capsys.readouterr()
     text_by_word: dict[str, str] = {}
@@ -144,7 +144,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
 
 
 def named_reasons(node: ast.AST) -> set[object]:
-    """The reasons that a node of the grader's code names.
+    """Return the reasons that a node of the grader's code names.
 
     They are the argument `reason` of any call, and the arguments of `REASON_FUNCTIONS`.
     """

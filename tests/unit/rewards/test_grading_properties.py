@@ -74,7 +74,7 @@ _SAME_VALUE_REWRITINGS = [
 
 
 def in_box(answer: str) -> str:
-    """A response whose box holds `answer`."""
+    """Return a response whose box holds `answer`."""
     return rf"So \boxed{{{answer}}}"
 
 

@@ -22,7 +22,7 @@ HIDDEN_ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, what
 
 
 def in_box(answer: str) -> str:
-    """A response whose box holds `answer`."""
+    """Return a response whose box holds `answer`."""
     return rf"\boxed{{{answer}}}"
 
 
@@ -42,8 +42,8 @@ def fill_answer(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str
 
 
 LARGE_ANSWERS = {
-    "a tower of numbers": tower_of_powers("9", 8, r"\sqrt{2}"),
-    "a tower of unknowns": tower_of_powers("x", 14, "64"),
+    "a tower of numbers": tower_of_powers("9", height=8, top=r"\sqrt{2}"),
+    "a tower of unknowns": tower_of_powers("x", height=14, top="64"),
     "powers of powers": "((((x+1)^{64})^{64})^{64})^{64}",
     "powers that cancel": "((((x+1)^{64})^{64})^{64})^{64}-((((1+x)^{64})^{64})^{64})^{64}+2x",
     "powers of small numbers": r"((((0.1x)^{64})^{64})^{64})^{-64}",

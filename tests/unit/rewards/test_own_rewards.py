@@ -361,7 +361,7 @@ def call_safely(
 
 
 def reward_that_returns(value: Any) -> Any:
-    """A reward function that returns `value`, whatever it is called with."""
+    """Return a reward function that returns `value`, whatever it is called with."""
     return lambda **kwargs: value
 
 
@@ -543,7 +543,7 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
 
     failures: list[RewardFailure] = []
     arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
-    safe_call(fails_on_two, "mine", 5.0, failures)(**arguments)
+    safe_call(fails_on_two, "mine", timeout=5.0, failures=failures)(**arguments)
 
     assert failures[0].rows_in_words == "2 completions together"
     assert logged == [1]
@@ -589,7 +589,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     columns_before = deepcopy({**columns, "prompts": None})
     failures: list[RewardFailure] = []
 
-    rewards = safe_call(function, "mine", 5.0, failures)(**columns)
+    rewards = safe_call(function, "mine", timeout=5.0, failures=failures)(**columns)
     if asyncio.iscoroutine(rewards):
         rewards = asyncio.run(rewards)
 
@@ -634,7 +634,10 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
                 float(untouched.tobytes() == pixels_before),
             ]
 
-        assert safe_call(edits_the_first, "mine", 5.0, failures)(**columns) == [1.0, 1.0]
+        assert safe_call(edits_the_first, "mine", timeout=5.0, failures=failures)(**columns) == [
+            1.0,
+            1.0,
+        ]
         assert failures == []
         assert image.tobytes() == pixels_before
         assert image.size == (8, 8)
@@ -668,7 +671,7 @@ def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
         return [0.0]
 
     failures: list[RewardFailure] = []
-    assert safe_call(edits, "mine", 5.0, failures)(**columns) == [0.0]
+    assert safe_call(edits, "mine", timeout=5.0, failures=failures)(**columns) == [0.0]
     assert failures == []
     assert not columns["points"][0].any()
     assert not columns["weights"][0].any()
@@ -694,7 +697,7 @@ class SpeechlessError(Exception):
 
 
 def reward_that_raises(error: BaseException) -> Any:
-    """A reward function that raises `error`."""
+    """Return a reward function that raises `error`."""
 
     def function(**kwargs: Any) -> Any:
         raise error
@@ -873,7 +876,7 @@ def test_a_search_that_the_caller_cancels_ends():
         raise ValueError("too many")
 
     async def cancel_in_the_search() -> None:
-        call = safe_call(hangs_on_one, "hangs", 30, failures)
+        call = safe_call(hangs_on_one, "hangs", timeout=30, failures=failures)
         task = asyncio.create_task(call(completions=["a", "b"]))
         await asyncio.sleep(0.2)  # the first call has failed by then, and the second one hangs
         task.cancel()

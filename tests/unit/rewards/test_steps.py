@@ -51,7 +51,7 @@ def figure_json() -> str:
 def call_reward(
     reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any
 ) -> Any:
-    """The rewards of texts, as the trainer calls for them."""
+    """Return the rewards of texts, as the trainer calls for them."""
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     return reward(completions, figure=figures, **columns)
 
@@ -311,7 +311,9 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
         {"pid": "2", "response": BARE_ANSWER, "figure": figure_json},
         {"pid": "3", "response": TRUE_WORKING},  # without a figure, so it is not counted
     ]
-    all_right = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
+    all_right = [
+        GradedAnswer(row["pid"], RowGrade("correct", extracted=None, reason="")) for row in rows
+    ]
 
     metrics = step_metrics(rows, all_right)
 
@@ -323,7 +325,7 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
     assert "right by luck: 66.7 % " in step_lines(metrics)[2]
     assert step_metrics(rows[3:], all_right[3:]) is None
 
-    wrong_answers = [GradedAnswer("0", RowGrade("wrong", None, ""))]
+    wrong_answers = [GradedAnswer("0", RowGrade("wrong", extracted=None, reason=""))]
     metrics = step_metrics(rows[:1], wrong_answers)
     assert metrics is not None
     assert step_lines(metrics)[2] == "right by luck: no answer is right"
@@ -346,7 +348,7 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
         "steps": claims.verdicts_as_json(),
     }
 
-    view = load_run(write_recorded_run(tmp_path / "run", 1, **columns), 100)
+    view = load_run(write_recorded_run(tmp_path / "run", step_count=1, **columns), 100)
 
     # a rollout of the page is a list of values, in the order of `ROLLOUT_FIELDS`
     rollouts = [
@@ -361,6 +363,6 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
     assert by_verdict["correct"]["luck"] == "lucky"
     assert by_verdict["wrong"]["luck"] is None
 
-    without_claims = load_run(write_recorded_run(tmp_path / "without", 1), 100)
+    without_claims = load_run(write_recorded_run(tmp_path / "without", step_count=1), 100)
     first_rollout = without_claims.groups[0]["rollouts"][0]
     assert first_rollout[list(ROLLOUT_FIELDS).index("steps")] is None

@@ -32,7 +32,7 @@ COEFFICIENTS = st.integers(-9, 9).filter(bool)
 
 
 def verdict_on(answer: str, gold: str, **options: Any) -> str:
-    """The verdict (correct, wrong or unparseable) on a response whose box holds `answer`."""
+    """Return the verdict (correct, wrong or unparseable) on a response whose box holds `answer`."""
     return grade(rf"so \boxed{{{answer}}}", gold, **options).verdict
 
 

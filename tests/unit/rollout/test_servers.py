@@ -797,8 +797,9 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
     servers[1].logprobs_mode = "processed_logprobs"
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     assert capsys.readouterr().out == ""
-    for start in (lambda: None, servers[1].start_again):
-        start()
+    for is_restarted in (False, True):
+        if is_restarted:
+            servers[1].start_again()
         engine.sync_weights()
         engine.sync_weights()
         lines = capsys.readouterr().out.splitlines()

@@ -287,7 +287,7 @@ def test_every_form_of_lora_is_sent_as_peft_merges_it(base, lora_kind, second_ad
         LoraConfig(
             **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}
         ),
-        second_adapter,
+        second_adapter=second_adapter,
     )
     changed_names = assert_sent_is_merged(base, model)
     assert changed_names, "the adapter changes nothing"
@@ -301,7 +301,7 @@ def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, lora_kind,
     model = policy_with_adapter(
         base,
         LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}),
-        "ref",
+        second_adapter="ref",
     )
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "run")

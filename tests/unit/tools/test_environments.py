@@ -77,31 +77,32 @@ def call_open(toolbox, rollout, door):
     )
 
 
-def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
-    """Three problems of two rollouts each have six environments, which are used again."""
-    DoorsEnvironment.count = 0
-    random_state = random.getstate()
-    environments = build_environments(DoorsEnvironment, 10.0)
-    toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
-    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
-    content_parts = [
-        {"type": "image", "text": None},
-        {"type": "text", "text": "Which?"},
-    ]
+def reset(environments, *groups, begins_generation=True):
+    """Return groups whose rollouts have environments that have begun, in a run with the seed 7."""
+    return environments.reset_for_groups(
+        groups, 7, control_tokens=CONTROL_TOKENS, begins_generation=begins_generation
+    )
+
+
+def test_environments_of_a_problem_begin_alike_and_say_the_problem():
+    """Rollouts of a problem begin alike, and nothing outside of the environments changes.
+
+    The text of `reset` is appended to the prompt, also where that is a list of parts.
+    """
+    environments = build_environments(DoorsEnvironment, seconds=10.0)
+    content_parts = [{"type": "image", "text": None}, {"type": "text", "text": "Which?"}]
     new_groups = [
         rollout_group(0, "Which?"),
         rollout_group(1, content_parts),
         rollout_group(2, "Which?", answer=""),
     ]
-    reset_groups = environments.reset_for_groups(
-        new_groups, 7, control_tokens=CONTROL_TOKENS, begins_generation=True
-    )
+    random_state = random.getstate()
+    reset_groups = reset(environments, *new_groups)
     first_group, second_group, third_group = reset_groups
     first_rollout, second_rollout = first_group.rollouts
     # `behind` is the random number that `reset` has drawn
     drawn_numbers = [group.rollouts[0].environment.behind for group in reset_groups]
 
-    # The text of `reset` is appended to the prompt, also where it is a list of parts.
     assert first_group.row["prompt"] == [
         {"role": "user", "content": f"Which? x: {drawn_numbers[0]}."}
     ]
@@ -109,44 +110,44 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         {"type": "text", "text": f" x: {drawn_numbers[1]}."}
     ]
     assert third_group.row == new_groups[2].row
-
-    # Rollouts of a problem begin alike, and nothing outside of the environments changes.
     assert first_rollout.environment.behind == second_rollout.environment.behind
     assert len(set(drawn_numbers)) == 3
     assert random.getstate() == random_state
     assert new_groups[0].row["images"][0].getpixel((0, 0))[0] == 0
 
-    # Each rollout plays in its own environment.
-    assert [
-        call_open(toolbox, first_rollout, 3),
-        call_open(toolbox, first_rollout, 4),
-        call_open(toolbox, second_rollout, 5),
-    ] == [
-        "[3]",
-        "[3, 4]",
-        "[5]",
-    ]
-    # the reward is the number of doors that were opened
-    assert environments.reward_function()(
-        environments=[first_rollout.environment, second_rollout.environment], prompts=[]
-    ) == [
-        2.0,
-        1.0,
-    ]
-    assert environments.reward_function().__name__ == "DoorsEnvironment"
 
-    # The environments of a generation are used again in the next one.
+def test_each_rollout_plays_in_its_own_environment():
+    """The calls of a rollout open doors in its environment, whose reward is their number."""
+    environments = build_environments(DoorsEnvironment, seconds=10.0)
+    toolbox = Toolbox(choose_tools(["calculate"], environments), options=ToolOptions(), view=None)
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
+    [group] = reset(environments, rollout_group(0, "Which?"))
+    first_rollout, second_rollout = group.rollouts
+    assert call_open(toolbox, first_rollout, door=3) == "[3]"
+    assert call_open(toolbox, first_rollout, door=4) == "[3, 4]"
+    assert call_open(toolbox, second_rollout, door=5) == "[5]"
+    reward = environments.reward_function()
+    played = [first_rollout.environment, second_rollout.environment]
+    assert reward(environments=played, prompts=[]) == [2.0, 1.0]
+    assert reward.__name__ == "DoorsEnvironment"
+
+
+def test_the_environments_of_a_generation_are_used_again_in_the_next_one():
+    """Three problems of two rollouts have six environments, and a fourth one adds two."""
+    DoorsEnvironment.count = 0
+    environments = build_environments(DoorsEnvironment, seconds=10.0)
+    toolbox = Toolbox(choose_tools([], environments), options=ToolOptions(), view=None)
+    new_groups = [rollout_group(number, "Which?") for number in range(3)]
+    first_group, *_ = reset(environments, *new_groups)
+    call_open(toolbox, first_group.rollouts[0], door=3)
     assert DoorsEnvironment.count == 6
-    environments.reset_for_groups(
-        [rollout_group(3, "Which?")], 7, control_tokens=CONTROL_TOKENS, begins_generation=False
-    )
-    first_group_again, *_ = environments.reset_for_groups(
-        new_groups, 7, control_tokens=CONTROL_TOKENS, begins_generation=True
-    )
-    assert DoorsEnvironment.count == 8, "6, and 2 for the fourth problem: they are used again"
-    assert first_group_again.row == first_group.row, "they are used again"
-    assert first_group_again.rollouts[0].environment is first_rollout.environment
-    assert not first_rollout.environment.opened
+    reset(environments, rollout_group(3, "Which?"), begins_generation=False)
+    first_group_again, *_ = reset(environments, *new_groups)
+    assert DoorsEnvironment.count == 8
+    assert first_group_again.row == first_group.row
+    first_environment = first_group.rollouts[0].environment
+    assert first_group_again.rollouts[0].environment is first_environment
+    assert not first_environment.opened
 
 
 async def async_method(self, **row):
@@ -158,10 +159,7 @@ def test_an_environment_may_have_no_tools_and_a_reward_that_is_awaited():
     """It then says the problem and judges the answer, which the model gives in a single turn."""
     members = {"reset": lambda self, **row: "Guess.", "get_reward": async_method}
     environments = build_environments(type("Judged", (), members), seconds=5)
-    group = rollout_group(0, "")
-    (group,) = environments.reset_for_groups(
-        [group], 7, control_tokens=CONTROL_TOKENS, begins_generation=True
-    )
+    (group,) = reset(environments, rollout_group(0, ""))
     assert environments.tools == {}
     assert group.row["prompt"] == [{"role": "user", "content": "Guess."}]
     played = [rollout.environment for rollout in group.rollouts]
@@ -224,15 +222,15 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
     """Both environments of a problem are asked the same, and have to answer the same."""
 
     class Dice(DoorsEnvironment):
+        """An environment with a tool whose answer is another one at each call."""
+
         def throw(self) -> float:
             """Throw."""
             return float(np.random.default_rng().random())
 
-    environments = build_environments(Dice, 10.0)
-    toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [group] = environments.reset_for_groups(
-        [rollout_group(0, "Which?")], 7, control_tokens=CONTROL_TOKENS, begins_generation=True
-    )
+    environments = build_environments(Dice, seconds=10.0)
+    toolbox = Toolbox(choose_tools([], environments), options=ToolOptions(), view=None)
+    [group] = reset(environments, rollout_group(0, "Which?"))
     group_environments = [rollout.environment for rollout in group.rollouts]
     [warning_line] = nondeterminism_warnings(toolbox, [], group_environments)
     assert warning_line.startswith("tools: 'throw' answers"), (

@@ -20,7 +20,7 @@ from adora_vl.utils.call_guards import OverdueError, backstop, deadline
 from adora_vl.utils.errors import UserError
 
 # pixels of the smallest and the largest picture, and the side of an image token
-VIEW_OF_56_PIXELS = View(56 * 56, 56 * 56, 28)
+VIEW_OF_56_PIXELS = View(low=56 * 56, high=56 * 56, unit=28)
 
 
 def context_of(
@@ -39,7 +39,7 @@ def context_of(
 LIMITS_WITH_ROOM = ConversationLimits(
     "max_completion_length",
     1000,
-    context=context_of(2000),
+    context=context_of(tokens=2000),
     shortest_prompt=100,
     fewest_pictures=1,
 )
@@ -102,12 +102,16 @@ TOO_SMALL_LIMITS = {
     ),
     "context": TooSmallLimit(
         tool="zoom",
-        limits={"context": context_of(150)},
+        limits={"context": context_of(tokens=150)},
         beginning_of_error="vllm_max_model_length: 150 leaves no room for an answ",
     ),
     "context of a server": TooSmallLimit(
         tool="zoom",
-        limits={"context": context_of(150, "the vLLM server's --max-model-len", "start it with")},
+        limits={
+            "context": context_of(
+                tokens=150, name="the vLLM server's --max-model-len", hint="start it with"
+            )
+        },
         beginning_of_error="the vLLM server's --max-model-len: 150 leaves no room for an answ",
     ),
     "turn": TooSmallLimit(

@@ -26,8 +26,8 @@ from adora_vl.utils.call_guards import OverdueError
 from adora_vl.utils.errors import UserError
 
 # what the model sees of a picture: its fewest and most pixels, and the side of an image token
-VIEW_OF_56_PIXELS = View(56 * 56, 56 * 56, 28)
-VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
+VIEW_OF_56_PIXELS = View(low=56 * 56, high=56 * 56, unit=28)
+VIEW_IN_THOUSANDTHS = View(low=256**2, high=4096**2, unit=32, relative=True)
 LONGEST_TEXT = 2000  # characters of an answer, `max_text` by default
 TOOLS_PAGE = Path(__file__).parents[3] / "docs" / "tools.md"
 
@@ -500,7 +500,12 @@ def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
     with pytest.raises(UserError, match=r"^tools: 'look' has the model's own token <.image_pad"):
         build_toolbox(look)
     with pytest.raises(UserError, match="^tools: 'look_elsewhere' has the model's own token <end>"):
-        Toolbox(choose_tools([look_elsewhere]), ToolOptions(), VIEW_OF_56_PIXELS, ("<end>",))
+        Toolbox(
+            choose_tools([look_elsewhere]),
+            options=ToolOptions(),
+            view=VIEW_OF_56_PIXELS,
+            control_tokens=("<end>",),
+        )
 
 
 def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():

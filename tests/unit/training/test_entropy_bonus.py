@@ -127,7 +127,9 @@ def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, 
         # An adaptive bonus is there only below the target. No entropy of 7 tokens is above ln 7.
         keys["entropy_target"] = 9.0
         with subtests.test(name):
-            without_bonus = gradient_of_step(0.0, rows, **{**keys, "use_adaptive_entropy": False})
+            without_bonus = gradient_of_step(
+                coefficient=0.0, rows=rows, **{**keys, "use_adaptive_entropy": False}
+            )
             bonus = gradient_of_step(COEFFICIENT, rows, **keys) - without_bonus
             difference = (bonus - gradient_of_mean_entropy(rows)).abs().max()
             assert difference < 1e-12, f"{float(difference):.2g} of {float(bonus.abs().max()):.2g}"
@@ -146,7 +148,9 @@ def test_the_bonus_is_the_same_where_trl_divides_the_rows(loss):
         "gradient_accumulation_steps": 4,
         "trl_divides": True,
     }
-    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(0.0, ROWS, **keys)
+    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(
+        coefficient=0.0, rows=ROWS, **keys
+    )
     assert (bonus - gradient_of_mean_entropy(ROWS)).abs().max() < 1e-12
 
 
@@ -182,7 +186,9 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
         "gradient_accumulation_steps": 4,
         "trl_divides": True,
     }
-    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(0.0, ROWS, **keys)
+    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(
+        coefficient=0.0, rows=ROWS, **keys
+    )
     tokens = float(COMPLETION_LENGTHS.sum())
     policy = logits_table()
     batch = make_generation(ROWS)

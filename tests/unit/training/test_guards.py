@@ -168,23 +168,23 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
     DeepSpeed skips steps itself, and only tells so after the step. The run goes on if its bound is
     three steps, if it searches a loss scale, or if the gradients are finite.
     """
-    stopped = two_deepspeed_steps(math.inf, skipped=True)
+    stopped = two_deepspeed_steps(norm=math.inf, skipped=True)
     assert "2 steps in a row" in str(stopped.guard.stop_reason)
     assert stopped.control.should_save
     nothing: Any = None
     stopped.guard.on_save(nothing, nothing, stopped.control)
     assert stopped.control.should_training_stop
-    patient = two_deepspeed_steps(math.inf, skipped=True, max_bad_steps=3)
+    patient = two_deepspeed_steps(norm=math.inf, skipped=True, max_bad_steps=3)
     assert patient.guard.stop_reason is None
-    searching_loss_scale = two_deepspeed_steps(math.inf, skipped=True, fp16=True)
+    searching_loss_scale = two_deepspeed_steps(norm=math.inf, skipped=True, fp16=True)
     assert searching_loss_scale.guard.stop_reason is None
-    good = two_deepspeed_steps(0.3, skipped=False)
+    good = two_deepspeed_steps(norm=0.3, skipped=False)
     assert good.guard.bad_steps_in_a_row == 0
 
 
 def test_what_deepspeed_has_applied_is_not_saved():
     """If DeepSpeed has applied gradients that are NaN, the run stops without a checkpoint."""
-    stopped = two_deepspeed_steps(math.nan, skipped=False)
+    stopped = two_deepspeed_steps(norm=math.nan, skipped=False)
     assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.stop_reason)
     assert stopped.control.should_training_stop
     assert not stopped.control.should_save

@@ -99,14 +99,14 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
 
     Memory is planned for one group whose answers are as long as they may be.
     """
-    groups = [subgroup_of_lengths(1079, ANSWER_LENGTHS)] * 12
+    groups = [subgroup_of_lengths(prompt=1079, completions=ANSWER_LENGTHS)] * 12
     assert [len(part) for part in micro_batch_memory_of_3b().split([groups], range(12), 1)] == [
         3,
         3,
         3,
         3,
     ]
-    full = [subgroup_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
+    full = [subgroup_of_lengths(prompt=1079, completions=[LONGEST_ANSWER] * 8)] * 12
     assert len(micro_batch_memory_of_3b().split([full], range(12), 1)) == 12, (
         "nothing is filled up at full length"
     )
@@ -114,8 +114,8 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
 
 def test_ranks_cut_at_the_same_positions():
     """A rank with short groups takes no more of them than the one whose groups are long."""
-    short_groups = [subgroup_of_lengths(100, [50] * 8)] * 6
-    long_groups = [subgroup_of_lengths(1079, ANSWER_LENGTHS)] * 6
+    short_groups = [subgroup_of_lengths(prompt=100, completions=[50] * 8)] * 6
+    long_groups = [subgroup_of_lengths(prompt=1079, completions=ANSWER_LENGTHS)] * 6
     split = partial(micro_batch_memory_of_3b().split, positions=range(6), max_subgroups=1)
     assert split([short_groups, long_groups]) == split([long_groups])
     assert len(split([short_groups])) == 1
@@ -142,7 +142,10 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
     So a short group beside the long one takes as much memory as a long one. In packed rows it does
     not.
     """
-    subgroups = [subgroup_of_lengths(1000, [2000] * 8), *[subgroup_of_lengths(1000, [100] * 8)] * 5]
+    subgroups = [
+        subgroup_of_lengths(prompt=1000, completions=[2000] * 8),
+        *[subgroup_of_lengths(prompt=1000, completions=[100] * 8)] * 5,
+    ]
     padded = micro_batch_memory_of_3b(shares_prompts=False).split(
         [subgroups], range(6), max_subgroups=1
     )
@@ -171,7 +174,10 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         sharing=SharedComputation(images=True, vision=True, prompts=True),
     )
     longest_group = full_subgroup(
-        [subgroup_of_lengths(1079, ANSWER_LENGTHS, 1024), subgroup_of_lengths(80, ANSWER_LENGTHS)],
+        [
+            subgroup_of_lengths(prompt=1079, completions=ANSWER_LENGTHS, patches=1024),
+            subgroup_of_lengths(prompt=80, completions=ANSWER_LENGTHS),
+        ],
         LONGEST_ANSWER,
     )
     size = size_of_pass([longest_group], shares_prompts=True, masks_padding=True)
@@ -182,7 +188,7 @@ def test_the_planned_pass_is_that_of_the_dry_run():
 
 def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass() -> None:
     """A subgroup counts its prompt once where the pass shares it, else once for each rollout."""
-    group = subgroup_of_lengths(3, (1, 4))
+    group = subgroup_of_lengths(prompt=3, completions=(1, 4))
     assert group.tokens(shares_prompt=True) == 3 + 5
     assert group.tokens(shares_prompt=False) == 6 + 5
 
@@ -201,7 +207,7 @@ def test_sizes_of_subgroups_by_hand():
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
     assert subgroup_sizes(rows_on_cpu, rows_per_subgroup=2, shares_vision=True) == [
-        subgroup_of_lengths(2, [4, 1], patches=8),
-        subgroup_of_lengths(3, [0, 2]),
+        subgroup_of_lengths(prompt=2, completions=[4, 1], patches=8),
+        subgroup_of_lengths(prompt=3, completions=[0, 2]),
     ]
     assert subgroup_sizes(rows_on_cpu, 2, shares_vision=False)[0].image_patches == 16

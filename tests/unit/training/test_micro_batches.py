@@ -345,7 +345,7 @@ def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, 
         }
 
     joined = batch_rows.concat_rows(
-        first_row(first_ratio, 2), first_row(second_ratio, 1), pad_id=77
+        first_row(first_ratio, length=2), first_row(second_ratio, length=1), pad_id=77
     )
     assert joined["importance_sampling_ratio"].tolist() == expected
 

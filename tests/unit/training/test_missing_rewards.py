@@ -468,6 +468,6 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
 
 
 def test_the_report_says_that_no_rollout_of_a_group_has_a_reward(tmp_path):
-    run = write_recorded_run(tmp_path / "run", 1, reward=None, missing="judge: HTTP 503")
+    run = write_recorded_run(tmp_path / "run", step_count=1, reward=None, missing="judge: HTTP 503")
     (group, *_) = load_run(run, 100).groups
     assert group["why"].startswith("No rollout of the group has a reward")

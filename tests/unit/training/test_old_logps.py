@@ -21,11 +21,11 @@ from adora_vl.training.batch_rows import to_cpu
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.types import Batch
 from adora_vl.utils.errors import RolloutError
+from tests.support.stand_ins import FakeAccelerator
 from tests.support.step_context import FIRST_GENERATION, step_context
 from tests.support.table_policy import (
     TABLE_VOCABULARY,
     LogitsTable,
-    SingleProcessAccelerator,
     TableTrainer,
     table_trainer,
 )
@@ -332,14 +332,12 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
     With sharded weights the other rank would wait for ever if this one left the pass out.
     """
 
-    class OtherRankHasSignal(SingleProcessAccelerator):
-        @staticmethod
-        def gather(value: Tensor) -> Tensor:
-            """Return this rank's flags, then those of a rank with signal in each micro-batch."""
-            return torch.cat([value, torch.ones_like(value)])
+    def with_signal_elsewhere(has_signal: Tensor) -> Tensor:
+        """Return this rank's flags, then those of a rank with signal in each micro-batch."""
+        return torch.cat([has_signal, torch.ones_like(has_signal)])
 
     keys = {**TWO_UPDATE_KEYS, **REFERENCE_KEYS}
-    context = step_context(accelerator=OtherRankHasSignal(), **keys)
+    context = step_context(accelerator=FakeAccelerator(gather=with_signal_elsewhere), **keys)
     old_logps = OldLogps(context, has_dropout=False)
     trainer = table_trainer(logits_table(), **keys)
     micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)

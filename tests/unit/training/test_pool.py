@@ -78,43 +78,23 @@ WARM_UP_GENERATIONS = 15
 MAX_SKIPPED_GENERATIONS = 4
 
 
-class OneProcess:
-    """A fake Accelerator of one process."""
+def accelerator_of_thread(rank: int, parts: list[Any], meeting: Barrier) -> FakeAccelerator:
+    """Return the fake Accelerator of one of several processes, which are threads of the test.
 
-    process_index = 0
-    num_processes = 1
-    device = torch.device("cpu")
+    Args:
+        rank: the number of the process.
+        parts: a place for the tensor of each process. All processes share the list.
+        meeting: lets no process pass before all have come to it.
+    """
 
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-class OneOfSeveral(OneProcess):
-    """A fake Accelerator of one of several processes, which are threads of the test."""
-
-    def __init__(self, rank: int, parts: list[Any], meeting: Barrier) -> None:
-        """Build the accelerator of a rank.
-
-        Args:
-            rank: the number of the process.
-            parts: a place for the tensor of each process. All processes share the list.
-            meeting: lets no process pass before all have come to it.
-        """
-        self.process_index = rank
-        self.num_processes = len(parts)
-        self._parts = parts
-        self._meeting = meeting
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._parts[self.process_index] = tensor
-        self._meeting.wait()  # until all tensors are there
-        gathered = torch.cat(self._parts)
-        self._meeting.wait()  # until all have read them, since the next call replaces them
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        parts[rank] = tensor
+        meeting.wait()  # until all tensors are there
+        gathered = torch.cat(parts)
+        meeting.wait()  # until all have read them, since the next call replaces them
         return gathered
+
+    return FakeAccelerator(process_index=rank, num_processes=len(parts), gather=gather)
 
 
 def draw_length(seed: int) -> int:
@@ -410,6 +390,38 @@ class LearnedRollout(NamedTuple):
     tokens: list[int]
 
 
+def group_sampler_with(
+    engine: CountingEngine, tools: PictureTools | None, context: StepContext
+) -> GroupSampler:
+    """Return a sampler of groups with a fake engine, to which every prompt is the one token 1."""
+    images: Any = SimpleNamespace(
+        prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
+    )
+    # An answer that is shorter than its limit has ended by itself.
+    stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
+    return GroupSampler(
+        context=context,
+        prompt_reader=PromptReader(images),
+        sampler=engine,  # type: ignore[arg-type]
+        stop_criteria=stop,
+        extensions=[],
+        tool_loop=tools,  # type: ignore[arg-type]
+    )
+
+
+def drift_check_without_policy() -> LateDriftCheck:
+    """Return a check that measures no drift, since there are no log-probabilities of a policy."""
+    engine_and_policy: Any = SimpleNamespace(
+        read_prompts=list,
+        begin_sampling=lambda *_, **__: None,
+        join_sampling=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
+        policy_logps=lambda _: None,
+        images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
+    )
+    drift_guard: Any = SimpleNamespace(check=lambda *_: None)
+    return LateDriftCheck(engine_and_policy, drift_guard)
+
+
 class SimulatedRun:
     """A training with a fake engine and without a policy.
 
@@ -443,7 +455,7 @@ class SimulatedRun:
         self.engine = EngineAhead(options.ahead) if options.ahead else CountingEngine()
         context = step_context(
             self.log,
-            accelerator=accelerator or OneProcess(),
+            accelerator=accelerator or FakeAccelerator(),
             state=self.state,
             num_generations=GROUP_SIZE,
             per_device_train_batch_size=GROUPS_PER_GENERATION * GROUP_SIZE,
@@ -461,46 +473,24 @@ class SimulatedRun:
             {"id": f"{self.rank}/{number}"}
             for number in range((steps + updates) * GROUPS_PER_GENERATION)
         ]
-        # Every prompt is the one token 1.
-        images: Any = SimpleNamespace(
-            prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
-        )
         guard: Any = SimpleNamespace(
             refuse_unusable=lambda *_: None, ending_run_if_no_server_is_left=nullcontext
         )
         scorer = StandInScorer(context.accelerator, has_signal)
-        # An answer that is shorter than its limit has ended by itself.
-        stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
+        tool_loop = None
         if tools:
             self.engine = TurnsEngine()
-        tool_loop: Any = PictureTools() if tools else None
+            tool_loop = PictureTools()
         self.pool = Pool(context, rows, has_tools=tools)
-        groups = GroupSampler(
-            context=context,
-            prompt_reader=PromptReader(images),
-            sampler=self.engine,  # type: ignore[arg-type]
-            stop_criteria=stop,
-            extensions=[],
-            tool_loop=tool_loop,
-        )
-        # No drift is measured: without a policy there are no log-probabilities to compare.
-        pair: Any = SimpleNamespace(
-            read_prompts=list,
-            begin_sampling=lambda *_, **__: None,
-            join_sampling=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
-            policy_logps=lambda _: None,
-            images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
-        )
-        drift_guard: Any = SimpleNamespace(check=lambda *_: None)
         self.generation_sampler = GenerationSampler(
             context=context,
             pool=self.pool,
-            group_sampler=groups,
+            group_sampler=group_sampler_with(self.engine, tool_loop, context),
             guard=guard,
             phase=lambda _: nullcontext(),
             environments=None,
             upcoming_rows=rows_after,
-            drift_check=LateDriftCheck(pair, drift_guard),
+            drift_check=drift_check_without_policy(),
         )
         self.trainer = staged_trainer(self, context, scorer)
         self.learned: list[LearnedGeneration] = []
@@ -700,7 +690,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 
     def request_counts(rank: int, accelerator: Any) -> list[int]:
         """Train on a rank; the tools of rank 1 answer nothing, so its rollouts have one turn."""
-        run = SimulatedRun(4, accelerator, tools=True, budget=None)
+        run = SimulatedRun(steps=4, accelerator=accelerator, tools=True, budget=None)
         if rank == 1:
             silent_tools: Any = SilentTools()
             run.generation_sampler.group_sampler.tool_loop = silent_tools
@@ -1047,7 +1037,7 @@ def run_on_two_ranks(run_rank: Callable[[int, Any], Any]) -> list[Any]:
     results = [None, None]
 
     def work(rank: int) -> None:
-        results[rank] = run_rank(rank, OneOfSeveral(rank, gathered_parts, meeting))
+        results[rank] = run_rank(rank, accelerator_of_thread(rank, gathered_parts, meeting))
 
     threads = [Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -1103,7 +1093,7 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     assert 2 * GROUPS_PER_GENERATION < waiting <= 4 * GROUPS_PER_GENERATION, (
         "one generation has no room for them, and four have"
     )
-    shorter = resume(run, tmp_path, 5, max_steps=7, budget=20).train()
+    shorter = resume(run, tmp_path, step=5, max_steps=7, budget=20).train()
     line = capsys.readouterr().err
     assert line.startswith(
         f"max_steps: 7 ends the run before {waiting - 2 * GROUPS_PER_GENERATION} of the {waiting} groups"
@@ -1111,7 +1101,7 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     assert line.count("\n") == 1
     assert len(shorter.pool.state.waiting_groups) == waiting - 2 * GROUPS_PER_GENERATION
     named_steps = int(line.split("; ")[1].split()[0])
-    longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).train()
+    longer = resume(run, tmp_path, step=5, max_steps=named_steps, budget=20).train()
     assert not longer.pool.state.waiting_groups
     assert capsys.readouterr().err == ""
 
@@ -1124,7 +1114,7 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
     def load(rank: int, accelerator: Any) -> str:
         """Return the line with which a rank refuses the checkpoint."""
         with pytest.raises(UserError) as refused:
-            SimulatedRun(12, accelerator).pool.load(tmp_path)
+            SimulatedRun(steps=12, accelerator=accelerator).pool.load(tmp_path)
         return str(refused.value)
 
     for line in run_on_two_ranks(load):
@@ -1258,13 +1248,15 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
     row_numbers = learned.row_numbers
 
     assert len(row_numbers) == GROUPS_PER_GENERATION
-    assert all(has_signal(number, 0) for number in row_numbers)
+    rank = 0
+    assert all(has_signal(number, rank) for number in row_numbers)
     assert [row["id"] for row in learned.rows[::GROUP_SIZE]] == [f"0/{row}" for row in row_numbers]
     assert run.log["adora/refilled_groups"] > 0
     further_rounds = len(run.engine.requests_of_calls) - 1
     assert further_rounds <= refill
     assert refill_rounds_of_new_groups(run) == set(range(further_rounds + 1))
-    with_signal = [has_signal(number, 0) for number in range(GROUPS_PER_GENERATION)].count(True)
+    have_signal = [has_signal(number, rank) for number in range(GROUPS_PER_GENERATION)]
+    with_signal = have_signal.count(True)
     missing = GROUPS_PER_GENERATION - with_signal
     groups_of_first_round = min(
         GROUPS_PER_GENERATION, math.ceil(1.5 * missing * GROUPS_PER_GENERATION / with_signal)
@@ -1317,7 +1309,9 @@ def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_fu
 
     def counts_and_shares(rank: int, accelerator: Any) -> tuple[list[int], list[float]]:
         """Return the requests of each call, and the share of groups that each step replaced."""
-        run = SimulatedRun(5, accelerator, budget=None, refill=3, has_signal=has_signal).train()
+        run = SimulatedRun(
+            steps=5, accelerator=accelerator, budget=None, refill=3, has_signal=has_signal
+        ).train()
         request_counts = [len(requests) for requests in run.engine.requests_of_calls]
         shares = [metrics["adora/refilled_groups"] for metrics in run.metrics]
         return request_counts, shares

@@ -134,7 +134,7 @@ def test_no_function_of_ours_is_patched():
 
 
 def exists_in_library(patch):
-    """Tell whether what a patch replaces is in the installed library."""
+    """Return whether what a patch replaces is in the installed library."""
     owner = pydoc.locate(patch.owner)
     if owner is None or hasattr(owner, patch.name) or not inspect.isclass(owner):
         return hasattr(owner, patch.name)
@@ -183,6 +183,8 @@ def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
     """Objects and modules are as before, even after an error; a missing name is an error."""
 
     class Library:
+        """Stands in for a class of a library with a method that is replaced."""
+
         def call(self) -> str:
             return "stock"
 

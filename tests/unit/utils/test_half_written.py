@@ -94,7 +94,9 @@ def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_problem_folder(folder / "raw", number=1)
     # What cannot be used goes into the quarantine with its bytes: that is a write too.
-    write_problem_folder(folder / "raw", number=2, image=encode_picture(draw_figure(2, 300))[:-9])
+    write_problem_folder(
+        folder / "raw", number=2, image=encode_picture(draw_figure(2, size=300))[:-9]
+    )
     (folder / "p.jsonl").write_text("".join(json.dumps(prediction_row(pid)) + "\n" for pid in "12"))
     assert (
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
@@ -133,12 +135,10 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, copied_folde
     Predictions are longer from the start, and so is what may be written of them.
     """
     contents_before = folder_contents(copied_folder)
-    size = (
-        max(size, len(contents_before["p.jsonl"] or b"") + 50)
-        if write is append_prediction
-        else size
-    )
-    size = min(size, 300) if write is sort_predictions else size
+    if write is append_prediction:
+        size = max(size, len(contents_before["p.jsonl"] or b"") + 50)
+    if write is sort_predictions:
+        size = min(size, 300)
     with limit_file_size(size):
         try:
             exit_code = write(copied_folder)

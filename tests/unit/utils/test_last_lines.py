@@ -38,7 +38,7 @@ NO_SPACE_ERROR = OSError(errno.ENOSPC, "No space left on device")
 def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     folder = Path("runs") / name
     assert shlex.split(view_command(folder))[-1] == str(folder)
-    arguments = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
+    arguments = shlex.split(evaluate_command(folder, "DATA", folder / "eval", max_tokens=40))
     assert str(folder) in arguments
     assert str(folder / "eval") in arguments
 
@@ -54,7 +54,7 @@ def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, 
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    arguments = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
+    arguments = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), max_tokens=40))
     if is_named:
         assert arguments[1:3] == ["-m", "eval.problems"]
     else:

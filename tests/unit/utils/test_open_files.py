@@ -20,7 +20,7 @@ REMEDY = "`ulimit -n 1024` in a new shell allows more"
 
 
 class Limits:
-    """The limits of open files of a stand-in for this process."""
+    """Stands in for the limits of open files that the kernel has for this process."""
 
     def __init__(self, soft: int, hard: int) -> None:
         self.limits = (soft, hard)
@@ -63,7 +63,7 @@ def only_this_check(monkeypatch):
 
 
 def test_a_hard_limit_that_is_too_low_is_refused_before_a_run_with_an_engine(limit_to):
-    limit_to(48, 48)
+    limit_to(soft=48, hard=48)
     for use_vllm, processes in ((True, 1), (False, 2)):
         with pytest.raises(UserError, match=r"^open files: the limit is 48 \(ulimit -n\)") as error:
             check_run(use_vllm=use_vllm, processes=processes)
@@ -74,25 +74,25 @@ def test_a_hard_limit_that_is_too_low_is_refused_before_a_run_with_an_engine(lim
 
 @pytest.mark.parametrize("hard", [4096, resource.RLIM_INFINITY])
 def test_a_soft_limit_is_raised_as_far_as_needed(limit_to, hard):
-    limits = limit_to(48, hard)
+    limits = limit_to(soft=48, hard=hard)
     check_run(use_vllm=True, processes=1)
     assert limits.limits == (NEEDED_OPEN_FILES, hard)
 
 
 @pytest.mark.parametrize("soft", [1024, resource.RLIM_INFINITY])
 def test_a_limit_that_is_high_enough_stays(limit_to, soft):
-    limits = limit_to(soft, resource.RLIM_INFINITY)
+    limits = limit_to(soft=soft, hard=resource.RLIM_INFINITY)
     check_run(use_vllm=True, processes=1)
     assert limits.limits == (soft, resource.RLIM_INFINITY)
 
 
 def test_the_doctor_names_the_limit_and_the_remedy(limit_to):
-    limit_to(48, 48)
+    limit_to(soft=48, hard=48)
     check = doctor_check()
     assert check.status is Status.FAILED
     assert check.detail == f"48 allowed (ulimit -n), {NEEDED_OPEN_FILES} needed"
     assert check.remedy.startswith(REMEDY)
-    limit_to(48, 4096)
+    limit_to(soft=48, hard=4096)
     assert doctor_check().status is Status.PASSED
 
 

@@ -633,7 +633,9 @@ def call_reward(
     """
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in THREE_ANSWERS]
     failures: list[RewardFailure] = []
-    values: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
+    values: list[float | None] = safe_call(
+        function, "judge", timeout=None, failures=failures, unscored=unscored
+    )(
         prompts=[[{"role": "user", "content": "?"}]] * 3,
         completions=completions,
         answer=["5"] * 3,
@@ -801,14 +803,15 @@ def test_the_judge_is_tried_before_the_run(tmp_path, start_server):
         f".*{KEY_VARIABLE}"
     )
     with pytest.raises(UserError, match=message):
-        try_rewards(chosen, [], None, None)
+        try_rewards(chosen, rows=[], timeout=None, state=None)
     assert not list(tmp_path.iterdir())
 
 
 def try_judge(folder: Path, url: str, **options: Any) -> None:
     """Try a judge as it is tried before a run; raise a `UserError` where it gives no score."""
     judge_options = {"base_url": url, "model": "j", "wait": 0.001, **options}
-    try_rewards(choose_rewards([{"judge": judge_options}], output_dir=folder), [], None, None)
+    chosen = choose_rewards([{"judge": judge_options}], output_dir=folder)
+    try_rewards(chosen, rows=[], timeout=None, state=None)
 
 
 def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, start_server, capsys):

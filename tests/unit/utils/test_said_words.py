@@ -30,6 +30,8 @@ def test_a_value_is_shown_in_one_line_and_cut() -> None:
     """A value is shown as in YAML, or in Python's way, in 60 characters and three dots."""
 
     class LongRepresentation:
+        """An object whose `repr` has 50 lines."""
+
         def __repr__(self) -> str:
             return "a\n" * 50
 
