@@ -144,7 +144,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # The seconds that the present optimizer step has taken, up to its last micro-batch.
     _seconds_of_step: float = 0.0
     # The values of `_step` at which the present generation is learned from, such as 4 to 7.
-    _steps_of_generation: range = range(0)
+    _micro_steps_of_generation: range = range(0)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Raise `UserError` for a subclass that overrides a method of TRL's which no step calls."""
@@ -344,9 +344,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         micro-batches through the whole run, in `_step`. For example, with 4 micro-batches per
         generation `_step` 6 takes the one with the index 2.
         """
-        if self._step not in self._steps_of_generation:
+        if self._step not in self._micro_steps_of_generation:
             self._buffered_inputs = self._sample_generation(rows)
-            self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
+            self._micro_steps_of_generation = self.layout.micro_steps_of_generation(self._step)
         assert self._buffered_inputs is not None
         micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
         # A micro-batch is empty if all of its groups were left out for having no signal.
@@ -1058,7 +1058,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if unfinished is not None:
             self._step = unfinished.micro_step
             self._buffered_inputs = unfinished.micro_batches
-            self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
+            self._micro_steps_of_generation = self.layout.micro_steps_of_generation(self._step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save weights, processor and model card.
@@ -1068,6 +1068,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         folder = Path(output_dir or self.args.output_dir)
         is_final_model = folder == Path(self.args.output_dir)
+        # A later run in the folder may replace the files of this run, but none of the user's.
         recording: AbstractContextManager[None] = nullcontext()
         if is_final_model:
             recording = recording_saved_files(folder, self.args.should_save)

@@ -38,7 +38,7 @@ from adora_vl.utils.files import (
     replace_file,
 )
 
-WRITTEN_FILES_RECORD = "written.json"
+WRITTEN_FILES_RECORD = "written.json"  # the list of the files that a run has written
 OLD_RUN_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
 MADE_BY = {"made_by": "adora_vl.train"}  # in manifest.json and written.json of a run
 _STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
@@ -62,6 +62,7 @@ _MODEL_NAME_PATTERNS = (
     "training_args.bin",
     "trainer_state.json",
 )
+# what a run records of itself
 _RECORD_NAMES = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
 _MAX_SHOWN_NAMES = 5
 

@@ -325,6 +325,7 @@ def _test_lines(baseline: ScoreFile, run: ScoreFile) -> list[str]:
     difference = accuracy_difference([baseline], [run])
     if difference is None:
         raise UserError(f"run: {run.name!r} and {baseline.name!r} have no problem in common")
+    # A benchmark may ask a problem in several versions, each with an id of its own.
     common_version_ids = find_common_version_ids([baseline, run])
     problem_ids = baseline.problem_ids_of(common_version_ids)
     text = (

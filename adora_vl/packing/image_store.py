@@ -6,7 +6,7 @@ A batch holds the numbers of patches in a bank in place of pixels.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +42,7 @@ class ProcessedImage:
 
     key: str  # digest of the image's content and of the processor's settings
     frames_RF: Tensor  # uint8; R patches of F = channels x height x width values
-    grid_3: Tensor  # (temporal, height, width) in patches
+    grid_thw: Tensor  # (temporal, height, width) in patches
 
 
 def can_cache(image_processor: object) -> bool:
@@ -136,15 +136,15 @@ def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def effective_settings(
-    image_processor: "BaseImageProcessor", overrides: dict[str, Any]
+    image_processor: "BaseImageProcessor", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the processor's settings for one call, whose arguments override its own settings.
 
     Two calls with the same settings make the same patches of an image. `overrides`: the arguments
-    of the call, such as `min_pixels`.
+    of the call, such as `min_pixels`; None for a call without any.
     """
-    arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
-    settings = {**image_processor.to_dict(), **arguments}
+    settings = {**image_processor.to_dict(), **(overrides or {})}
+    settings.pop("return_tensors", None)  # it changes the type of the result, and not the patches
     # The processor reads its limits on pixels under `size`. A call may also give them under these
     # older names. It has to give both: one alone does nothing.
     min_pixels = settings.pop("min_pixels", None)
@@ -200,7 +200,7 @@ class ImageCache:
         )
         self.processed_count += 1
         frames_RF = one_frame(output["pixel_values"], settings)
-        processed = ProcessedImage(key, frames_RF, grid_3=output["image_grid_thw"][0])
+        processed = ProcessedImage(key, frames_RF, grid_thw=output["image_grid_thw"][0])
         # An extension marks an image that it draws for a single pass. In the cache it would only
         # push other images out.
         is_used_once = isinstance(image, Image.Image) and image.info.get(PASSING)
@@ -231,7 +231,7 @@ class ImageCache:
             if len(frames_by_image) > 1:
                 frames_RF = torch.cat(frames_by_image)
             normalize = PatchNormalizer(image_processor, settings)
-            grids = torch.stack([processed.grid_3 for processed in processed_images])
+            grids = torch.stack([processed.grid_thw for processed in processed_images])
             return BatchFeature({"pixel_values": normalize(frames_RF), "image_grid_thw": grids})
 
         return cached
@@ -285,7 +285,7 @@ class BankImage(NamedTuple):
 
     key: str  # digest that identifies it
     patches: Tensor  # as they are stored: bytes (R, F), or normalised (R, D)
-    grid_3: Tensor  # (temporal, height, width) in patches
+    grid_thw: Tensor  # (temporal, height, width) in patches
 
 
 class ImageBank:
@@ -331,19 +331,19 @@ class ImageBank:
         frames_RF = image.frames_RF
         if device.type == "cuda":
             frames_RF = frames_RF.pin_memory()  # else the host would wait for the copy
-        return self.store(image.key, frames_RF.to(device, non_blocking=True), image.grid_3)
+        return self.store(image.key, frames_RF.to(device, non_blocking=True), image.grid_thw)
 
-    def store(self, key: str, patches: Tensor, grid_3: Tensor) -> Tensor:
+    def store(self, key: str, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """Store the patches of an image if its `key` is new, and return their numbers, (R, 1).
 
         Args:
             key: digest that identifies the image.
             patches: on the device: bytes, (R, F), uint8, or normalised patches, (R, D).
-            grid_3: (temporal, height, width) of the image in patches.
+            grid_thw: (temporal, height, width) of the image in patches.
         """
         if key not in self._image_id_by_key:
             self._image_id_by_key[key] = self.end_patch
-            self._images[self.end_patch] = BankImage(key, patches, grid_3)
+            self._images[self.end_patch] = BankImage(key, patches, grid_thw)
             self.end_patch += len(patches)
         return self._numbers_of_image(self._image_id_by_key[key])
 
@@ -362,7 +362,7 @@ class ImageBank:
         `image_ids`: the number of each image's first patch, which identifies it.
         """
         images = [self._images[image_id] for image_id in image_ids]
-        grids = torch.stack([image.grid_3 for image in images])
+        grids = torch.stack([image.grid_thw for image in images])
         stored_patches = [image.patches for image in images]
         # Bytes are still to be normalised. If all images are bytes, they are normalised at once.
         # Otherwise some are stored normalised, and the others are normalised one by one.

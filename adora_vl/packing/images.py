@@ -120,7 +120,7 @@ class DistinctImages:
         self.banks = ImageBanks()
         # The bytes of patches can be stored and normalised later only for Qwen's image processors.
         if can_cache(self.image_processor):
-            settings = effective_settings(self.image_processor, overrides={})
+            settings = effective_settings(self.image_processor)
             self.banks = ImageBanks(PatchNormalizer(self.image_processor, settings))
         self.vision = SharedVision(self.banks)
         self._processor = processor
@@ -153,7 +153,7 @@ class DistinctImages:
         cache = self.cache
         processor = self.image_processor
         assert cache is not None, "without a cache no row is read ahead"
-        settings = effective_settings(processor, overrides={})
+        settings = effective_settings(processor)
         byte_count = 0
         for image in row.get("images") or []:
             # `get` processes an image that is not in the cache yet, and puts it there.
@@ -275,9 +275,9 @@ class DistinctImages:
     def count_image_tokens(self, image: "ImageInput") -> int:
         """Return into how many image tokens the processor turns an image that a tool shows."""
         processor = self.image_processor
-        settings = effective_settings(processor, overrides={})
+        settings = effective_settings(processor)
         cache = self.cache or ImageCache(limit_bytes=0)
-        patch_count = int(cache.get(processor, image, settings).grid_3.prod())
+        patch_count = int(cache.get(processor, image, settings).grid_thw.prod())
         patches_per_token = int(processor.merge_size) ** 2
         return patch_count // patches_per_token
 

@@ -269,13 +269,13 @@ class PolicyPass:
     def _with_micro_batch(self, inputs: PassInputs) -> PassInputs:
         """Add to the arguments of a pass what TRL does not hand on to it.
 
-        These are the mask of tool tokens and the rows on the CPU, which the micro-batch of `watch`
-        has, and empty image columns for rows without images.
+        The mask of tool tokens comes from the micro-batch of `watch`, as do the copies of its
+        tokens on the CPU, which save a wait for the GPU. Rows without images get empty image
+        columns.
         """
         batch_columns = dict(inputs.batch_columns)
-        sampled_mask_BC = batch_columns.get("tool_mask", self._micro_batch.get("tool_mask"))
-        if sampled_mask_BC is not None:
-            batch_columns["tool_mask"] = sampled_mask_BC
+        if "tool_mask" in self._micro_batch:
+            batch_columns.setdefault("tool_mask", self._micro_batch["tool_mask"])
         if self._may_have_images:
             batch_columns = with_image_columns(batch_columns, inputs.input_ids)
         return replace(

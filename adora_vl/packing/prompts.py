@@ -320,7 +320,7 @@ def returning_patch_numbers(
             cache.get(image_processor, image, settings) for image in flat_images(images)
         ]
         patch_numbers = [bank.patch_numbers(processed, device) for processed in processed_images]
-        grids = torch.stack([processed.grid_3 for processed in processed_images])
+        grids = torch.stack([processed.grid_thw for processed in processed_images])
         return BatchFeature({"pixel_values": torch.cat(patch_numbers), "image_grid_thw": grids})
 
     # A context in which `preprocess` above stands in for the processor's own method.

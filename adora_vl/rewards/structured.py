@@ -109,7 +109,8 @@ def canonical_gold(text: str) -> str:
     answer = parse_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
-    # The names and brackets of a relation or list are part of the answer, so they are kept.
+    # The names and brackets of a relation or list are part of the answer, so they are kept, also
+    # where it cannot be parsed: the reasons are kinds of text such as `enumeration` or `equation`.
     is_no_single_value = answer.type == "unreadable" and answer.reason in NO_VALUE_REASONS
     if answer.is_structured or is_no_single_value:
         return answer.text_with_names

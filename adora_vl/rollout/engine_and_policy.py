@@ -156,7 +156,10 @@ class EngineAndPolicy:
         for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
             prompt_number = first_number + row
             seed = rollout_seed(
-                self.config.seed, draw_name=f"check/{check_name}", group=prompt_number, member=0
+                self.config.seed,
+                draw_name=f"check/{check_name}",
+                group=prompt_number,
+                rollout_index=0,
             )
             requests.append(
                 SamplingRequest(

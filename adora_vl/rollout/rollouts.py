@@ -199,7 +199,7 @@ class RolloutKey(NamedTuple):
     """The number of a rollout among the groups of its rank."""
 
     group: int
-    member: int
+    rollout_index: int
     """Its number in the group."""
 
 
@@ -213,7 +213,7 @@ class RolloutGroup:
     start_generation: int
     """The number of the generation in which it began."""
     rollouts: tuple[Rollout, ...]
-    first_member: int = 0
+    first_rollout_index: int = 0
     """How many rollouts of the group lower ranks have, where ranks share a group."""
 
     @property
@@ -221,7 +221,7 @@ class RolloutGroup:
         """Whether all rollouts have ended."""
         return all(rollout.has_ended for rollout in self.rollouts)
 
-    def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
+    def seed(self, run_seed: int, rollout_index: int, rollout: Rollout) -> int:
         """Return the seed with which the next tokens of a rollout of this group are sampled.
 
         Each segment of a rollout has a seed of its own. Otherwise the random numbers of an earlier
@@ -229,7 +229,7 @@ class RolloutGroup:
 
         Args:
             run_seed: the seed of the run.
-            member: the index of the rollout in `rollouts`.
+            rollout_index: the index of the rollout in `rollouts`.
             rollout: the rollout so far.
         """
         problem = self.problem
@@ -242,10 +242,10 @@ class RolloutGroup:
             run_seed,
             draw_name=draw_name,
             group=problem.group_number,
-            member=self.first_member + member,
+            rollout_index=self.first_rollout_index + rollout_index,
         )
 
-    def tool_seed(self, run_seed: int, member: int) -> str:
+    def tool_seed(self, run_seed: int, rollout_index: int) -> str:
         """Return the text that seeds the random numbers of a rollout's tools.
 
         For example, `42/train/12/0/3/1` is the seed of the run, the batch for which the problem was
@@ -253,10 +253,10 @@ class RolloutGroup:
 
         Args:
             run_seed: the seed of the run.
-            member: the index of the rollout in `rollouts`.
+            rollout_index: the index of the rollout in `rollouts`.
         """
         problem = self.problem
-        number_over_ranks = self.first_member + member
+        number_over_ranks = self.first_rollout_index + rollout_index
         return f"{run_seed}/{problem.key.name}/{problem.group_number}/{number_over_ranks}"
 
 
@@ -282,7 +282,7 @@ def new_groups_of_rows(
 
     Groups are numbered over all ranks. A group may be divided between ranks; each of them then has
     a part of it. For example, with groups of 4 and 6 rows per rank, rank 1 has the rows 6 to 11:
-    the last two rollouts of group 1, with `first_member` 2, and all four of group 2.
+    the last two rollouts of group 1, with `first_rollout_index` 2, and all four of group 2.
 
     Args:
         rows: a row for each rollout; those of the same problem are neighbours.
@@ -306,7 +306,7 @@ def new_groups_of_rows(
                 start_generation=start_generation,
                 rollouts=(Rollout(),) * len(rows_of_group),
                 # Above 0 only in a group whose first rows an earlier rank has drawn.
-                first_member=max(first_row_number - group_number * group_size, 0),
+                first_rollout_index=max(first_row_number - group_number * group_size, 0),
             )
         )
     return groups
@@ -327,10 +327,10 @@ def unfinished_rollouts(
     paused: dict[RolloutKey, Rollout] = {}
     new: dict[RolloutKey, Rollout] = {}
     for group_index in group_indices:
-        for member, rollout in enumerate(groups[group_index].rollouts):
+        for rollout_index, rollout in enumerate(groups[group_index].rollouts):
             if rollout.has_ended:
                 continue
-            key = RolloutKey(group=group_index, member=member)
+            key = RolloutKey(group=group_index, rollout_index=rollout_index)
             if rollout.segments:
                 paused[key] = rollout
             else:

@@ -190,7 +190,7 @@ def replaced_images(
                 continue
             if key.group not in images_by_group:
                 images_by_group[key.group] = extension.images_of(groups[key.group], images)
-            images_of_rollout = images_by_group[key.group][key.member]
+            images_of_rollout = images_by_group[key.group][key.rollout_index]
             if images_of_rollout is not None:
                 replaced[rollout] = images_of_rollout
     return replaced

@@ -197,7 +197,7 @@ class GenerationSampler:
         """
         assert isinstance(self.sampler, AsyncServerSampler)
         self.sampler.sync_weights()
-        if self.pool.next_pending_is_older_than(generation.key.step):
+        if self.pool.older_weights_sample_next_pending(generation.key.step):
             self.drift_check.request([group.row for group in drawn_groups], generation.key.step)
 
     def sample(

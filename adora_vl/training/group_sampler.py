@@ -82,7 +82,7 @@ class RequestParts:
     """What the sampling requests of one rollout have in common, in all of its turns."""
 
     group: RolloutGroup
-    member: int
+    rollout_index: int
     """The rollout's number in its group."""
     prompt_ids: list[int]
     images: list[Any]
@@ -236,8 +236,8 @@ class GroupSampler:
         for number, group in enumerate(turns.groups):
             # A rollout that was not sampled, since it had ended before, stays as it is.
             rollouts = tuple(
-                sampled_by_key.get(RolloutKey(group=number, member=member), rollout)
-                for member, rollout in enumerate(group.rollouts)
+                sampled_by_key.get(RolloutKey(group=number, rollout_index=rollout_index), rollout)
+                for rollout_index, rollout in enumerate(group.rollouts)
             )
             groups.append(replace(group, rollouts=rollouts))
         return groups
@@ -271,7 +271,7 @@ def _request_parts(
     ):
         parts_by_rollout[key] = RequestParts(
             group=groups[key.group],
-            member=key.member,
+            rollout_index=key.rollout_index,
             prompt_ids=prompt_ids,
             images=list(replacement or images or ()),
             # An engine that sees other images reads another prompt than the trainer, so its
@@ -348,7 +348,7 @@ class GroupTurns:
             prompt_length=len(parts.prompt_ids),
             max_length=config.max_completion_length,
             step=self.key.step,
-            seed=parts.group.tool_seed(config.seed, parts.member),
+            seed=parts.group.tool_seed(config.seed, parts.rollout_index),
         )
 
     def can_continue(self, key: RolloutKey, rollout: Rollout) -> bool:
@@ -421,12 +421,12 @@ class GroupTurns:
         tokens = rollout.tokens
         seed = None
         if config.uses("seeded_rollouts"):
-            seed = parts.group.seed(config.seed, parts.member, rollout)
+            seed = parts.group.seed(config.seed, parts.rollout_index, rollout)
         problem = parts.group.problem
         # Requests with equal keys become one request of vLLM for several rollouts. The rollouts of
         # a group share their prompt, and so a key, until they have tokens of their own.
         shares_request = not tokens and config.uses("group_requests")
-        merge_key = problem if shares_request else (problem, parts.member)
+        merge_key = problem if shares_request else (problem, parts.rollout_index)
         return SamplingRequest(
             prompt_ids=[*parts.prompt_ids, *tokens],
             images=[*parts.images, *(picture.image for picture in rollout.pictures)],

@@ -296,12 +296,15 @@ class Pool:
         pending = self.state.pending_generations
         return bool(pending) and pending[0].row_numbers == row_numbers_of_rollouts(drawn_groups)
 
-    def next_pending_is_older_than(self, step: int) -> bool:
-        """Return whether weights from before this step sample the next pending generation."""
-        return (
-            bool(self.state.pending_generations)
-            and self.state.pending_generations[0].samples.step != step
-        )
+    def older_weights_sample_next_pending(self, step: int) -> bool:
+        """Return whether weights from before this step sample the next pending generation.
+
+        If none is pending, the next one is sampled by the present weights.
+        """
+        if not self.state.pending_generations:
+            return False
+        next_pending = self.state.pending_generations[0]
+        return next_pending.samples.step != step
 
     def drop_all_pending(self) -> None:
         """Forget all pending generations, which were requested for other rows."""

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 
-def rollout_seed(run_seed: int, draw_name: str, group: int, member: int) -> int:
+def rollout_seed(run_seed: int, draw_name: str, group: int, rollout_index: int) -> int:
     """Return the seed with which a rollout is sampled, below 2^63.
 
     Args:
         run_seed: the seed of the run.
         draw_name: names the draw by where in the run the rollout is sampled, such as `train/12/0`.
         group: the number of its group over all ranks.
-        member: its number in the group. Seeds are consecutive in a group, as vLLM gives them to the
-            rollouts of one request.
+        rollout_index: its number in the group. Seeds are consecutive in a group, as vLLM gives
+            them to the rollouts of one request.
     """
-    # 62 bits, so that adding the member stays below 2^63
+    # 62 bits, so that adding the index stays below 2^63
     first_seed = hash_to_int(f"{run_seed}/{draw_name}/{group}") >> 2
-    return first_seed + member
+    return first_seed + rollout_index
 
 
 def generator_for_key(key: str) -> torch.Generator:

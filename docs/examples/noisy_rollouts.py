@@ -191,8 +191,9 @@ class NoisyRollouts(Extension):
             )
             for number, image in enumerate(images)
         ]
-        members = range(group.first_member, group.first_member + len(group.rollouts))
-        return [noisy if member >= first_distorted else None for member in members]
+        first_index = group.first_rollout_index
+        rollout_indices = range(first_index, first_index + len(group.rollouts))
+        return [noisy if index >= first_distorted else None for index in rollout_indices]
 
     def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Log the strength of the noise."""

@@ -181,7 +181,7 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer.parts.skip_bad_steps.stop_reason = None
         # as in a new process
         trainer._step = 0
-        trainer._steps_of_generation = range(0)
+        trainer._micro_steps_of_generation = range(0)
         trainer.parts.sampler.synced_step = -1
         trainer.parts.checkpoint_writer.last_saved_step = None
         trainer.parts.checkpoint_writer.resumed_from = None

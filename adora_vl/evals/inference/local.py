@@ -195,9 +195,9 @@ class ConversationTurns:
         seed = request.seed
         n_segments = len(rollout.segments)
         # Each turn after the first has its own seed. The seeds of two requests differ already, so
-        # group and member can be 0.
+        # the numbers of a group and of a rollout in it can be 0.
         if n_segments:
-            seed = rollout_seed(seed, draw_name=f"segment-{n_segments}", group=0, member=0)
+            seed = rollout_seed(seed, draw_name=f"segment-{n_segments}", group=0, rollout_index=0)
         tool_images = [picture.image for picture in rollout.pictures]
         return SamplingRequest(
             prompt_ids=[*self.prompts[key], *rollout.tokens],

@@ -432,12 +432,12 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
     entry = ImageCache(2**20).get(image_processor, noise_picture(1), settings)
     bank = ImageBanks(PatchNormalizer(image_processor, settings)).new("train")
     bank.patch_numbers(entry, torch.device("cpu"))
-    _, stored, grid_3 = bank.image(0)
+    _, stored, grid_thw = bank.image(0)
 
     assert stored.dtype == torch.uint8
     assert 8 * stored.nbytes == expected.nbytes
     assert torch.equal(bank.pixels([0])[0], expected)
-    unprocessed_patch_numbers = bank.store("changed", -expected, grid_3)
+    unprocessed_patch_numbers = bank.store("changed", -expected, grid_thw)
     pixels, _ = bank.pixels([0, int(unprocessed_patch_numbers[0])])
     assert torch.equal(pixels, torch.cat([expected, -expected]))
 

@@ -43,7 +43,7 @@ def group_of_step(number: int, members: int = 8, first: int = 0, step: int = 0) 
         row=Row(),
         start_generation=0,
         rollouts=(Rollout(),) * members,
-        first_member=first,
+        first_rollout_index=first,
     )
 
 
