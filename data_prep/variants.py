@@ -35,11 +35,11 @@ from adora_vl.geometry.figure import (
     figure_of_solution,
 )
 from adora_vl.geometry.logic_form import LogicForm, Point, Term
-from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.solve_form import EVALUATIONS, short_answer
+from adora_vl.geometry.term_reader import unit_of_term
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.utils.cli import MAX_SEED, Commands, integer_between, none_or, path_option, pluralize
 from adora_vl.utils.errors import UserError

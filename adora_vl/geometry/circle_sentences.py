@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adora_vl.geometry.draft import (
-    Draft,
+    LogicFormDraft,
     SentenceError,
     make_term,
     polygon_kind,
@@ -15,7 +15,7 @@ from adora_vl.geometry.shape_sentences import special
 from adora_vl.geometry.text_sides import read_side
 
 
-def on_circle(draft: Draft, points: str, centre: str | None) -> None:
+def on_circle(draft: LogicFormDraft, points: str, centre: str | None) -> None:
     """Add that points lie on a circle: "A, B and C lie on circle O".
 
     `points` is the list as it is written. Without a centre the only circle is meant.
@@ -24,7 +24,7 @@ def on_circle(draft: Draft, points: str, centre: str | None) -> None:
         draft.put_on_circle(point, centre)
 
 
-def in_order_on_circle(draft: Draft, points: str, centre: str | None) -> None:
+def in_order_on_circle(draft: LogicFormDraft, points: str, centre: str | None) -> None:
     """Add that points follow one another on a circle: "A, B, C and D lie on circle O in order"."""
     names = split_point_names(points)
     if len(names) > 2:
@@ -33,7 +33,7 @@ def in_order_on_circle(draft: Draft, points: str, centre: str | None) -> None:
     on_circle(draft, points, centre)
 
 
-def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
+def on_arc(draft: LogicFormDraft, point: str, size: str | None, start: str, end: str) -> None:
     """Add that a point lies on the longer or shorter arc between two others: "C on major arc AB".
 
     The angle ACB tells the two arcs apart. With C on the longer arc it is half the shorter arc AB,
@@ -55,19 +55,19 @@ def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> 
         draft.add_equation(inscribed, make_term("Sub", Term(head="180"), half))
 
 
-def circle(draft: Draft, centre: str, points: str | None = None) -> None:
+def circle(draft: LogicFormDraft, centre: str, points: str | None = None) -> None:
     """Add a circle with its centre, and the points on it if any are named: "circle O: A, B, C"."""
     draft.name_circle(centre)
     on_circle(draft, points or "", centre)
 
 
-def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
+def circle_of_radius(draft: LogicFormDraft, radius: str, centre: str) -> None:
     """Add a circle with its radius and its centre: "circle with radius 5 and center O"."""
     draft.add_equation(make_term("RadiusOf", draft.name_circle(centre)), read_side(draft, radius))
 
 
 def tangent(
-    draft: Draft, start: str, end: str, centre: str | None = None, at: str | None = None
+    draft: LogicFormDraft, start: str, end: str, centre: str | None = None, at: str | None = None
 ) -> None:
     """Add that a line touches a circle: "DA tangent to circle O at A".
 
@@ -89,7 +89,7 @@ def tangent(
 
 
 def two_tangents(
-    draft: Draft,
+    draft: LogicFormDraft,
     first: str,
     second: str,
     centre: str | None,
@@ -109,7 +109,7 @@ def two_tangents(
         tangent(draft, start=start, end=end, centre=circle, at=touching)
 
 
-def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
+def free_end(draft: LogicFormDraft, line: str, second_line: str, centre: str | None) -> str | None:
     """Return the end of a tangent at which it touches the circle; None where nothing says which.
 
     For the tangents PA and PB it is A: the end that lies on the circle, or else the end that is not
@@ -124,7 +124,7 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
     return free_ends[0] if len(free_ends) == 1 else None
 
 
-def secant(draft: Draft, points: str, centre: str | None) -> None:
+def secant(draft: LogicFormDraft, points: str, centre: str | None) -> None:
     """Add that a line from outside meets a circle twice: "PAB secant" meets it in A and B."""
     outside, near, far = split_point_names(points)
     draft.put_on_line(near, outside, far)
@@ -132,13 +132,13 @@ def secant(draft: Draft, points: str, centre: str | None) -> None:
     draft.put_on_circle(far, centre)
 
 
-def two_secants(draft: Draft, first: str, second: str, centre: str | None) -> None:
+def two_secants(draft: LogicFormDraft, first: str, second: str, centre: str | None) -> None:
     """Add two secants, each named by its three points: "secants PAB and PCD"."""
     secant(draft, first, centre)
     secant(draft, second, centre)
 
 
-def diameter(draft: Draft, start: str, end: str, centre: str | None = None) -> None:
+def diameter(draft: LogicFormDraft, start: str, end: str, centre: str | None = None) -> None:
     """Add that a segment is a diameter of a circle: "AB is a diameter of circle O"."""
     circle = draft.name_circle(centre)
     name = circle.names[0]
@@ -148,7 +148,7 @@ def diameter(draft: Draft, start: str, end: str, centre: str | None = None) -> N
     draft.facts.append(make_term("IsDiameterOf", make_term("Line", start, end), circle))
 
 
-def chord(draft: Draft, start: str, end: str, centre: str | None = None) -> None:
+def chord(draft: LogicFormDraft, start: str, end: str, centre: str | None = None) -> None:
     """Add that a segment is a chord of a circle: "AB is a chord of circle O"."""
     draft.draw_line(start, end)
     draft.put_on_circle(start, centre)
@@ -156,7 +156,7 @@ def chord(draft: Draft, start: str, end: str, centre: str | None = None) -> None
 
 
 def chords(
-    draft: Draft, a: str, b: str, c: str, d: str, centre: str | None, at: str | None = None
+    draft: LogicFormDraft, a: str, b: str, c: str, d: str, centre: str | None, at: str | None = None
 ) -> None:
     """Add that two segments are chords of a circle: "AB and CD are chords of circle O".
 
@@ -170,12 +170,12 @@ def chords(
         meet(draft, a, b, c, d, at)
 
 
-def centre_of_any_circle(draft: Draft) -> str | None:
+def centre_of_any_circle(draft: LogicFormDraft) -> str | None:
     """Return a new centre where there is no circle yet, else None for the only circle."""
     return None if draft.circles else draft.free_name()
 
 
-def sector(draft: Draft, start: str, corner: str, end: str, centre: str | None) -> None:
+def sector(draft: LogicFormDraft, start: str, corner: str, end: str, centre: str | None) -> None:
     """Add a sector of a circle, with the circle's centre between its ends: "sector AOB".
 
     Raises `SentenceError` where the circle that is named has another centre.
@@ -189,7 +189,7 @@ def sector(draft: Draft, start: str, corner: str, end: str, centre: str | None) 
 
 
 def inscribed(
-    draft: Draft,
+    draft: LogicFormDraft,
     corner_names: str,
     kind: str | None,
     centre: str | None,
@@ -209,13 +209,13 @@ def inscribed(
     on_circle(draft, corner_names, centre or centre_of_any_circle(draft))
 
 
-def circle_around(draft: Draft, centre: str, kind: str | None, corner_names: str) -> None:
+def circle_around(draft: LogicFormDraft, centre: str, kind: str | None, corner_names: str) -> None:
     """Add that a circle goes through the corners of a polygon: "circle O around triangle ABC"."""
     draft.name_circle(centre)
     inscribed(draft, corner_names=corner_names, kind=kind, centre=centre)
 
 
-def circle_in(draft: Draft, centre: str, kind: str | None, corner_names: str) -> None:
+def circle_in(draft: LogicFormDraft, centre: str, kind: str | None, corner_names: str) -> None:
     """Add that a circle touches all sides of a polygon: "circle O inscribed in square ABCD".
 
     The kind of the polygon is a fact as well, which may say more.
@@ -224,14 +224,16 @@ def circle_in(draft: Draft, centre: str, kind: str | None, corner_names: str) ->
     draft.facts.append(make_term("CircumscribedTo", polygon, draft.name_circle(centre)))
 
 
-def polygon_around(draft: Draft, kind: str | None, corner_names: str, centre: str | None) -> None:
+def polygon_around(
+    draft: LogicFormDraft, kind: str | None, corner_names: str, centre: str | None
+) -> None:
     """Add a polygon whose sides all touch a circle: "square ABCD around circle O"."""
     circle_in(
         draft, centre=draft.name_circle(centre).names[0], kind=kind, corner_names=corner_names
     )
 
 
-def inscribed_angle(draft: Draft, angle_name: str, kind: str, centre: str | None) -> None:
+def inscribed_angle(draft: LogicFormDraft, angle_name: str, kind: str, centre: str | None) -> None:
     """Add an angle with its corner on a circle or in its centre: "ABC is inscribed in circle O".
 
     `kind` is "inscribed" or "central". The other two points of a central angle lie on the circle.

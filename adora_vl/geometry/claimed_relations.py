@@ -258,7 +258,7 @@ class RelationReader:
             return ReadRelation(alternatives=(relations,), end=line.end)
         if kind == "Polygon" and word in _QUADRILATERALS and len(subjects[0].names) == 4:
             fact = Term(head=word.capitalize(), arguments=subjects[0].arguments)
-            relations = tuple(relations_of(self.reading.measures, fact))
+            relations = tuple(relations_of(self.reading.term_reader, fact))
             return ReadRelation(alternatives=(relations,), end=start + 1)
         return None
 
@@ -323,7 +323,7 @@ class RelationReader:
         `head` is the kind of the fact, here `Parallel`.
         """
         fact = Term(head=head, arguments=arguments)
-        return tuple(split_midpoints(relations_of(self.reading.measures, fact)))
+        return tuple(split_midpoints(relations_of(self.reading.term_reader, fact)))
 
     def _read_pair(self, subjects: list[Term], start: int, fact_kind: str) -> ReadRelation | None:
         """Read a fact of two things: both are subjects, or the second stands behind the verb.
@@ -361,7 +361,7 @@ class RelationReader:
         alternative for each side or corner.
         """
         corners = triangle.names
-        lengths = [self.reading.measures.distance(*side) for side in sides_of_polygon(corners)]
+        lengths = [self.reading.term_reader.distance(*side) for side in sides_of_polygon(corners)]
         if word in ("equilateral", "equiangular"):
             yield (
                 Equal(left=lengths[0], right=lengths[1], unit="length"),
@@ -441,7 +441,7 @@ class RelationReader:
             if circle.centre not in (start, end) and len(on_circle) == 2:
                 # A chord is called a radius, which is wrong. The claim becomes an equation that
                 # is false: the distance of its end from the centre is 0.
-                distance = self.reading.measures.distance(start, circle.centre)
+                distance = self.reading.term_reader.distance(start, circle.centre)
                 return (Equal(left=distance, right=Constant(0.0), unit="length"),)
             return self._relations_of_fact("IsRadiusOf", line, target) if on_circle else ()
         if word.startswith("diam"):
@@ -452,7 +452,7 @@ class RelationReader:
             # A line through two points of the circle is called a tangent, which is wrong. The claim
             # becomes an equation that is false: its distance from the centre is the radius.
             distance_to_line = LineDistance(point=circle.centre, start=start, end=end)
-            radius = self.reading.measures.radius(circle)
+            radius = self.reading.term_reader.radius(circle)
             return (Equal(left=distance_to_line, right=radius, unit="length"),)
         return self._relations_of_fact("Tangent", line, target) if on_circle else ()
 
@@ -463,7 +463,7 @@ class RelationReader:
         stand behind the word: "angle 1 is supplementary to angle 2".
         """
         word = self.sides.word_at(start)
-        values = [self.reading.measures.quantity(term) for term in subjects]
+        values = [self.reading.term_reader.quantity(term) for term in subjects]
         if word == "right":
             if self.sides.word_at(start + 1) in ("angle", "angles"):
                 start += 1
@@ -479,7 +479,7 @@ class RelationReader:
                 second_angle = self._read_object(self._skip_to_words(start + 1))
                 if second_angle is None or second_angle.term.head != subjects[0].head:
                     return None
-                values.append(self.reading.measures.quantity(second_angle.term))
+                values.append(self.reading.term_reader.quantity(second_angle.term))
                 end = second_angle.end
             if len(values) != 2:
                 return None
@@ -492,5 +492,5 @@ class RelationReader:
 
     def _equate_subjects(self, subjects: list[Term]) -> tuple[Relation, ...]:
         """Return the equations that make the lengths, angles or arcs of the subjects equal."""
-        values = [self.reading.measures.quantity(term) for term in subjects]
+        values = [self.reading.term_reader.quantity(term) for term in subjects]
         return tuple(equation(first, second) for first, second in pairwise(values))

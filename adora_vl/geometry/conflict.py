@@ -11,10 +11,10 @@ import numpy as np
 from adora_vl.geometry.choose import Outcome, choose_outcome
 from adora_vl.geometry.descent import Budget, descend
 from adora_vl.geometry.logic_form import LogicForm, Term, points_in_term
-from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.quantities import Constant
 from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.solve import FigureProblem, answers_agree, is_collapsed
+from adora_vl.geometry.term_reader import unit_of_term
 
 _MAX_FACTS_TRIED = 14  # facts of one kind that are left out one by one
 # How many searches begin for a form without a fact. They are few, since many such forms are tried.

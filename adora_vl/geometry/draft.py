@@ -33,7 +33,7 @@ class SpecialTriangle:
 
 
 @dataclass
-class Draft:
+class LogicFormDraft:
     """A logic form to which sentences are added: its facts, drawn lines, circles and places so far.
 
     `lines` has each drawn segment by its two ends, once, and `circles` the points on each circle by

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.logic_form import Term
-from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.quantities import (
     Constant,
     Equal,
@@ -19,10 +18,11 @@ from adora_vl.geometry.relations import (
     same_length,
 )
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE, UnreadError, unwrap_shape
+from adora_vl.geometry.term_reader import TermReader, unit_of_term
 from adora_vl.geometry.triangle_facts import foot_relations
 
 
-def equals(measures: Measures, term: Term) -> Iterator[Relation]:
+def equals(term_reader: TermReader, term: Term) -> Iterator[Relation]:
     """Say that two sides of an equation are equal, as `Equals(LengthOf(Line(A, B)), 5)` does.
 
     The first rule that fits decides:
@@ -43,8 +43,8 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         return  # it says which shape is called so, which the drawing knows
     if measure.head == "Line" and size.head in ("AltitudeOf", "HeightOf"):
         yield from foot_relations(
-            measures,
-            line=measures.drawing.ends_of_line(measure),
+            term_reader,
+            line=term_reader.drawing.ends_of_line(measure),
             corners=size.arguments[0].names,
             is_median=False,
         )
@@ -54,15 +54,15 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         yield from opposite_right_angle(measure.names, size.arguments[0].names)
         return
     if measure.head == "Line" and _is_side_of_isosceles(size):
-        yield from _relations_of_called_side(measures, measure, size)
+        yield from _relations_of_called_side(term_reader, measure, size)
         return
     unit = unit_of_term(measure)
     if unit == "length":
         unit = unit_of_term(size)
-    value = measures.quantity(measure)
-    size_value = measures.quantity(size)
+    value = term_reader.quantity(measure)
+    size_value = term_reader.quantity(size)
     goes_other_way = unit == "degrees" and (
-        _means_other_side(measure, size) or _is_shorter_arc(measures, term)
+        _means_other_side(measure, size) or _is_shorter_arc(term_reader, term)
     )
     if goes_other_way:
         value = minus(Constant(360.0), value)
@@ -77,7 +77,9 @@ def _is_side_of_isosceles(term: Term) -> bool:
     return shape.head == "Isosceles" and len(unwrap_shape(shape).names) == 3
 
 
-def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
+def _relations_of_called_side(
+    term_reader: TermReader, line: Term, role: Term
+) -> Iterator[Relation]:
     """Say that a side of an isosceles triangle is called its base, or one of its legs.
 
     The term `role` is `BaseOf(Isosceles(...))` or `LegOf(Isosceles(...))`. One leg says nothing
@@ -85,33 +87,33 @@ def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Ite
     that is no side.
     """
     corners = unwrap_shape(role.arguments[0]).names
-    ends = measures.drawing.ends_of_line(line)
+    ends = term_reader.drawing.ends_of_line(line)
     if not set(ends) <= set(corners):
         raise UnreadError(f"{''.join(ends)} is no side of {''.join(corners)}")
     if role.head == "BaseOf":
         apex = next(name for name in corners if name not in ends)
-        yield same_length(measures, (apex, ends[0]), (apex, ends[1]))
+        yield same_length(term_reader, (apex, ends[0]), (apex, ends[1]))
         return
     legs = [
         term.arguments[0].names
-        for term in measures.drawing.terms
+        for term in term_reader.drawing.terms
         if term.is_equation and term.arguments[1] == role
     ]
     for leg in legs:
         if set(leg) != set(ends):
-            yield same_length(measures, ends, leg)
+            yield same_length(term_reader, ends, leg)
 
 
-def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
+def angle_sum(term_reader: TermReader, term: Term) -> Iterator[Relation]:
     """Say that two angles are 180 degrees together (`Supplementary`) or 90 (`Complementary`)."""
     total = 180.0 if term.head == "Supplementary" else 90.0
-    angles = [measures.quantity(angle) for angle in term.arguments]
+    angles = [term_reader.quantity(angle) for angle in term.arguments]
     if len(angles) != 2:
         raise UnreadError(f"{term} has not two angles")
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
 
 
-def _is_shorter_arc(measures: Measures, term: Term) -> bool:
+def _is_shorter_arc(term_reader: TermReader, term: Term) -> bool:
     """Tell whether an arc of three letters is the shorter way round, by its size alone.
 
     This is so for `Equals(MeasureOf(Arc(A, B, C)), 100)` where no picture shows the place of B. An
@@ -119,9 +121,9 @@ def _is_shorter_arc(measures: Measures, term: Term) -> bool:
     """
     measure, size = term.arguments
     arc = _inside_measure(measure)
-    if arc.head != "Arc" or len(arc.names) != 3 or arc.names[1] in measures.drawing.places:
+    if arc.head != "Arc" or len(arc.names) != 3 or arc.names[1] in term_reader.drawing.places:
         return False
-    if arc.names[1] == measures.drawing.circle_of_arc(arc.names).centre:
+    if arc.names[1] == term_reader.drawing.circle_of_arc(arc.names).centre:
         return False
     degrees = _number_of_term(size)
     return degrees is not None and degrees < 180

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adora_vl.geometry.draft import (
-    Draft,
+    LogicFormDraft,
     SentenceError,
     make_term,
     polygon_kind,
@@ -11,19 +11,19 @@ from adora_vl.geometry.draft import (
 )
 
 
-def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
+def two_lines(draft: LogicFormDraft, a: str, b: str, relation: str, c: str, d: str) -> None:
     """Add that two lines are parallel or perpendicular: "AB is parallel to CD"."""
     draft.facts.append(
         make_term(relation.capitalize(), draft.draw_line(a, b), draft.draw_line(c, d))
     )
 
 
-def parallel_bases(draft: Draft, a: str, b: str, c: str, d: str) -> None:
+def parallel_bases(draft: LogicFormDraft, a: str, b: str, c: str, d: str) -> None:
     """Add that two sides are the bases of a trapezoid, which are parallel: "bases AB and CD"."""
     two_lines(draft, a, b, relation="parallel", c=c, d=d)
 
 
-def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> None:
+def perpendicular_at(draft: LogicFormDraft, a: str, b: str, c: str, d: str, at: str) -> None:
     """Add that two lines are perpendicular and meet in a point: "AB is perpendicular to CD at E".
 
     The point may be an end of either line.
@@ -34,20 +34,20 @@ def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> N
     draft.facts.append(make_term("Perpendicular", draft.draw_line(a, b), draft.draw_line(c, d)))
 
 
-def on_lines(draft: Draft, points: str, start: str, end: str) -> None:
+def on_lines(draft: LogicFormDraft, points: str, start: str, end: str) -> None:
     """Add that several points lie on one segment: "D and E on AC"."""
     for point in split_point_names(points):
         draft.put_on_line(point, start, end)
 
 
-def collinear(draft: Draft, points: str) -> None:
+def collinear(draft: LogicFormDraft, points: str) -> None:
     """Add that points lie on one line, in the order of their names: "A, B, C are collinear"."""
     names = split_point_names(points)
     for point in names[1:-1]:
         draft.put_on_line(point, names[0], names[-1])
 
 
-def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str) -> None:
+def extended(draft: LogicFormDraft, start: str, end: str, beyond: str | None, point: str) -> None:
     """Add that a segment goes on to a point: "BC is extended to D".
 
     C then lies between B and D. `beyond` is the end beyond which the segment goes on; by default it
@@ -58,7 +58,7 @@ def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str)
     draft.put_on_line(near_end, start=far_end, end=point)
 
 
-def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
+def midpoint(draft: LogicFormDraft, point: str, start: str, end: str) -> None:
     """Add that a point is the midpoint of a segment: "M is the midpoint of AB"."""
     draft.put_on_line(point, start, end)
     draft.facts.append(
@@ -66,20 +66,24 @@ def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
     )
 
 
-def two_midpoints(draft: Draft, first: str, second: str, a: str, b: str, c: str, d: str) -> None:
+def two_midpoints(
+    draft: LogicFormDraft, first: str, second: str, a: str, b: str, c: str, d: str
+) -> None:
     """Add that two points are midpoints of two segments: "M and N are midpoints of AB and CD"."""
     midpoint(draft, point=first, start=a, end=b)
     midpoint(draft, point=second, start=c, end=d)
 
 
-def meet(draft: Draft, a: str, b: str, c: str, d: str, point: str) -> None:
+def meet(draft: LogicFormDraft, a: str, b: str, c: str, d: str, point: str) -> None:
     """Add that two lines meet in a point, which may be an end of either: "AC and BD meet at E"."""
     for start, end in ((a, b), (c, d)):
         if point not in (start, end):
             draft.put_on_line(point, start, end)
 
 
-def meets_two_lines(draft: Draft, line: str, first: str, near: str, second: str, far: str) -> None:
+def meets_two_lines(
+    draft: LogicFormDraft, line: str, first: str, near: str, second: str, far: str
+) -> None:
     """Add that a line meets two others: "EF meets AB at G and CD at H".
 
     Its points are E, G, H and F in this order: `near`, where it meets the first of the others, is
@@ -94,7 +98,13 @@ def meets_two_lines(draft: Draft, line: str, first: str, near: str, second: str,
 
 
 def cut_two_lines(
-    draft: Draft, first: str, second: str, line: str, near: str, far: str, relation: str | None
+    draft: LogicFormDraft,
+    first: str,
+    second: str,
+    line: str,
+    near: str,
+    far: str,
+    relation: str | None,
 ) -> None:
     """Add that a line meets two others: "parallel lines AB and CD are cut by EF at G and H".
 
@@ -108,7 +118,7 @@ def cut_two_lines(
 
 
 def diagonals_meet(
-    draft: Draft, point: str, kind: str | None = None, corner_names: str | None = None
+    draft: LogicFormDraft, point: str, kind: str | None = None, corner_names: str | None = None
 ) -> None:
     """Add that the diagonals of a quadrilateral meet in a point.
 
@@ -123,7 +133,7 @@ def diagonals_meet(
     meet(draft, corners[0], corners[2], corners[1], corners[3], point)
 
 
-def bisects_angle(draft: Draft, start: str, end: str, angle_name: str) -> None:
+def bisects_angle(draft: LogicFormDraft, start: str, end: str, angle_name: str) -> None:
     """Add that a line halves an angle: "BD bisects angle ABC".
 
     An angle may be named by its corner alone. Then it is the angle of the last polygon with this
@@ -142,7 +152,7 @@ def bisects_angle(draft: Draft, start: str, end: str, angle_name: str) -> None:
     draft.facts.append(make_term("BisectsAngle", line, make_term("Angle", *corners)))
 
 
-def angle_of_polygon(draft: Draft, corner: str, inside: str) -> list[str]:
+def angle_of_polygon(draft: LogicFormDraft, corner: str, inside: str) -> list[str]:
     """Return the angle of the last polygon with this corner, by three points.
 
     For example, the corner B of triangle ABC gives A, B, C. Polygons that have the point `inside`,
@@ -156,7 +166,7 @@ def angle_of_polygon(draft: Draft, corner: str, inside: str) -> list[str]:
     return [corner]
 
 
-def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
+def bisects_line(draft: LogicFormDraft, a: str, b: str, c: str, d: str, at: str | None) -> None:
     """Add that a line halves a segment: "AC bisects BD at E".
 
     Without "at E" the midpoint of BD is the end of the line AC that an earlier sentence has put on
@@ -170,13 +180,13 @@ def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -
     midpoint(draft, point=middle, start=c, end=d)
 
 
-def is_put_on_line(draft: Draft, point: str, start: str, end: str) -> bool:
+def is_put_on_line(draft: LogicFormDraft, point: str, start: str, end: str) -> bool:
     """Tell whether an earlier sentence has put a point on a segment."""
     lines = [make_term("Line", start, end), make_term("Line", end, start)]
     return any(make_term("PointLiesOnLine", point, line) in draft.facts for line in lines)
 
 
-def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
+def bisect_each(draft: LogicFormDraft, a: str, b: str, c: str, d: str, at: str | None) -> None:
     """Add that two segments halve each other: "AC and BD bisect each other at E".
 
     Raises `SentenceError` where the point in which they meet is not named.
@@ -187,13 +197,13 @@ def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) ->
     midpoint(draft, point=at, start=c, end=d)
 
 
-def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None:
+def perpendicular_bisector(draft: LogicFormDraft, a: str, b: str, c: str, d: str) -> None:
     """Add that the line AB is the perpendicular bisector of the segment CD."""
     line = draft.draw_line(a, b)
     draft.facts.append(make_term("IsPerpendicularBisectorOf", line, draft.draw_line(c, d)))
 
 
-def right_angle(draft: Draft, angle_name: str) -> None:
+def right_angle(draft: LogicFormDraft, angle_name: str) -> None:
     """Add that an angle is right, by its three points or by its corner: "right angle ABC".
 
     Raises `SentenceError` for any other number of points.
@@ -208,15 +218,15 @@ def right_angle(draft: Draft, angle_name: str) -> None:
     draft.facts.append(make_term("Perpendicular", *sides))
 
 
-def right_corner(draft: Draft, corner: str) -> None:
+def right_corner(draft: LogicFormDraft, corner: str) -> None:
     """Add that the angle at a corner is right: "right angle at C"."""
     draft.facts.append(make_term("RightAngle", make_term("Angle", corner)))
 
 
-def place(draft: Draft, point: str, x: str, y: str) -> None:
+def place(draft: LogicFormDraft, point: str, x: str, y: str) -> None:
     """Note the place of a point in the picture: "A at 120, 56"."""
     draft.places[point] = (float(x), float(y))
 
 
-def nothing(draft: Draft) -> None:
+def nothing(draft: LogicFormDraft) -> None:
     """Pass over a turn of speech that says nothing of the figure, as "there is a circle"."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.quantities import (
     Parallel,
     Perpendicular,
@@ -18,6 +17,7 @@ from adora_vl.geometry.relations import (
     right_angle_at,
 )
 from adora_vl.geometry.shapes import Circle
+from adora_vl.geometry.term_reader import TermReader
 from adora_vl.geometry.vectors import cosine, cross
 
 # How many degrees a tangent may be off the right angle with the radius. Where the question says
@@ -32,24 +32,24 @@ _MAX_DEGREES_FROM_PARALLEL = 2.0
 _MAX_OFFSET_FROM_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
 
 
-def relations_seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
+def relations_seen(term_reader: TermReader, *, everything: bool) -> Iterator[tuple[Relation, str]]:
     """Yield what the picture shows and no fact says, with words for it.
 
     These are tangents, and with `everything` also diameters, right angles and parallels.
     """
-    yield from tangents_seen(measures, MAX_DEGREES_OF_SEEN_TANGENT)
+    yield from tangents_seen(term_reader, MAX_DEGREES_OF_SEEN_TANGENT)
     if everything:
-        yield from _seen_diameters(measures)
-        yield from _seen_right_angles(measures)
-        yield from _seen_parallels(measures)
+        yield from _seen_diameters(term_reader)
+        yield from _seen_right_angles(term_reader)
+        yield from _seen_parallels(term_reader)
 
 
-def tangents_seen(measures: Measures, max_degrees: float) -> Iterator[tuple[Relation, str]]:
+def tangents_seen(term_reader: TermReader, max_degrees: float) -> Iterator[tuple[Relation, str]]:
     """Yield lines that meet a circle in one point and look perpendicular to the radius there.
 
     They may be `max_degrees` from perpendicular.
     """
-    drawing = measures.drawing
+    drawing = term_reader.drawing
     for circle in drawing.circles:
         for point in circle.points:
             if circle.centre in drawing.places and point in drawing.places:
@@ -83,9 +83,9 @@ def _ends_of_tangents_seen(
             yield far_end
 
 
-def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
+def _seen_diameters(term_reader: TermReader) -> Iterator[tuple[Relation, str]]:
     """Yield chords that seem to go through the centre."""
-    drawing = measures.drawing
+    drawing = term_reader.drawing
     places = drawing.places
     for circle in drawing.circles:
         for start, end in drawing.form.lines:
@@ -103,9 +103,9 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
                 yield relation, f"{circle.centre} lies on {start}{end}"
 
 
-def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
+def _seen_right_angles(term_reader: TermReader) -> Iterator[tuple[Relation, str]]:
     """Yield angles between drawn lines that look right."""
-    drawing = measures.drawing
+    drawing = term_reader.drawing
     places = drawing.places
     for corner in sorted(drawing.neighbours):
         if corner not in places:
@@ -126,9 +126,9 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
                 yield relation, f"angle {first}{corner}{last} is a right angle"
 
 
-def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
+def _seen_parallels(term_reader: TermReader) -> Iterator[tuple[Relation, str]]:
     """Yield drawn lines without a common point that look parallel."""
-    drawing = measures.drawing
+    drawing = term_reader.drawing
     for first, second in combinations(drawing.drawn_lines, 2):
         have_common_point = bool(set(first) & set(second))
         degrees_apart = drawing.degrees_apart(first, second)

@@ -100,11 +100,11 @@ class NameReader:
         names, cursor = self.names_at(start)
         if len(names) != 2 or names[0] == names[1]:
             raise NoSideError(f"{''.join(names)} is no segment")
-        return self.reading.measures.distance(names[0], names[1]), cursor
+        return self.reading.term_reader.distance(names[0], names[1]), cursor
 
     def enclosed(self, start: int) -> tuple[Quantity, int] | None:
         """Read a length `|AB|` or an area `[ABC]`; None for anything else in bars or brackets."""
-        measures = self.reading.measures
+        term_reader = self.reading.term_reader
         is_area = self.token_at(start).text == "["
         if self.token_at(start + 1).kind != "points":
             return None
@@ -114,9 +114,9 @@ class NameReader:
             return None
         are_different = len(set(names)) == len(names)
         if not is_area and len(names) == 2 and are_different:
-            return measures.distance(*names), cursor + 1
+            return term_reader.distance(*names), cursor + 1
         if is_area and len(names) > 2 and are_different:
-            return measures.polygon_measure("AreaOf", names), cursor + 1
+            return term_reader.polygon_measure("AreaOf", names), cursor + 1
         return None
 
     def is_product_of_letters(self, position: int) -> bool:
@@ -163,7 +163,7 @@ class NameReader:
         corners = self.reading.drawing.points_of_angle(term)
         if len(names) == 1 and self.reading.drawing.are_on_one_line(corners):
             raise NoSideError(f"{names[0]} is no corner")
-        return self.reading.measures.angle_between(*corners), cursor
+        return self.reading.term_reader.angle_between(*corners), cursor
 
     def arc(self, start: int) -> tuple[Quantity, int]:
         """Read the angle of an arc at the centre, by two or three points of one circle."""
@@ -171,7 +171,7 @@ class NameReader:
         if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
             raise NoSideError(f"{''.join(names)} is no arc")
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
-        return self.reading.measures.arc_angle(term), cursor
+        return self.reading.term_reader.arc_angle(term), cursor
 
     def area_or_perimeter(self, start: int) -> tuple[Quantity, int]:
         """Read the area or the perimeter of a polygon: "area of triangle ABC"."""
@@ -182,7 +182,7 @@ class NameReader:
         names, cursor = self.names_at(cursor)
         if len(names) < 3 or len(set(names)) < len(names):
             raise NoSideError(f"{''.join(names)} is no polygon")
-        return self.reading.measures.polygon_measure(head, names), cursor
+        return self.reading.term_reader.polygon_measure(head, names), cursor
 
     def radius_or_diameter(self, start: int) -> tuple[Quantity, int]:
         """Read the radius or diameter of a circle: "radius of circle O".

@@ -29,7 +29,6 @@ from adora_vl.geometry.line_facts import (
     right_angle,
 )
 from adora_vl.geometry.logic_form import Term
-from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.polygon_facts import (
     diagonal,
     isosceles,
@@ -44,6 +43,7 @@ from adora_vl.geometry.quantities import (
     Relation,
 )
 from adora_vl.geometry.shapes import UnreadError
+from adora_vl.geometry.term_reader import TermReader
 from adora_vl.geometry.triangle_facts import (
     centroid,
     hypotenuse,
@@ -56,7 +56,7 @@ from adora_vl.utils.errors import did_you_mean
 
 # What a fact says: relations, and terms inside it that say more by themselves, as the rhombus of
 # "inscribed in rhombus ABCD".
-_Rule = Callable[[Measures, Term], Iterator[Relation | Term]]
+_Rule = Callable[[TermReader, Term], Iterator[Relation | Term]]
 RULE_BY_FACT: dict[str, _Rule] = {
     "Equals": equals,
     "PointLiesOnLine": on_line,
@@ -106,11 +106,11 @@ _HEADS_WITHOUT_RELATIONS = (
 )
 
 
-def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
+def relations_of(term_reader: TermReader, term: Term) -> Iterator[Relation]:
     """Yield what a fact says as relations: equal quantities, parallel lines and the like.
 
-    `term` is the fact, and `measures` makes its quantities. Raises `UnreadError` for a fact that is
-    not known.
+    `term` is the fact, and `term_reader` makes its quantities. Raises `UnreadError` for a fact that
+    is not known.
     """
     if term.head in _HEADS_WITHOUT_RELATIONS:
         return
@@ -119,17 +119,17 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
         raise UnreadError(
             f"{term.head} is no fact that is known{did_you_mean(term.head, RULE_BY_FACT)}"
         )
-    for part in rule(measures, term):
+    for part in rule(term_reader, term):
         if isinstance(part, Term):
-            yield from _inner_relations(measures, part)
+            yield from _inner_relations(term_reader, part)
         else:
             yield part
 
 
-def _inner_relations(measures: Measures, term: Term) -> Iterator[Relation]:
+def _inner_relations(term_reader: TermReader, term: Term) -> Iterator[Relation]:
     """Yield what a shape inside another fact says by itself; nothing where that cannot be read."""
     if term.head in RULE_BY_FACT:
         relations: list[Relation] = []
         with suppress(UnreadError):
-            relations.extend(relations_of(measures, term))
+            relations.extend(relations_of(term_reader, term))
         yield from relations

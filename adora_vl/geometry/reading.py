@@ -14,7 +14,6 @@ from typing import Literal
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.logic_form import LogicForm, Term
 from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, relations_seen
-from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.primitives import relations_of
 from adora_vl.geometry.quantities import (
     Between,
@@ -29,6 +28,7 @@ from adora_vl.geometry.relations import (
     collinear,
 )
 from adora_vl.geometry.shapes import UnreadError
+from adora_vl.geometry.term_reader import TermReader, unit_of_term
 from adora_vl.geometry.vectors import cosine
 
 # What a reading believes of the picture beside the facts: nothing, tangents alone, or all that
@@ -49,7 +49,7 @@ class Reading:
 
     Attributes:
         drawing: The picture of the form.
-        measures: Turns terms into quantities of the figure.
+        term_reader: Turns terms into quantities of the figure.
         relations: What holds in the figure.
         fact_numbers: For each relation the number of the fact that it comes of, in the order of the
             drawing's terms, or None where the picture shows it.
@@ -62,7 +62,7 @@ class Reading:
     """
 
     drawing: Drawing
-    measures: Measures
+    term_reader: TermReader
     relations: list[Relation] = field(default_factory=list)
     fact_numbers: list[int | None] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Reading:
         """Take in what a fact says; all of it or, where a part cannot be read, nothing."""
         relations: list[Relation] = []
         try:
-            for relation in relations_of(self.measures, term):
+            for relation in relations_of(self.term_reader, term):
                 self.drawing.check_points(points_in(relation))
                 relations.append(relation)
         except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
@@ -105,8 +105,8 @@ def read_facts(
     `looks`: what is believed of the picture where no fact says it.
     """
     drawing = Drawing(form)
-    measures = Measures(drawing)
-    reading = Reading(drawing=drawing, measures=measures)
+    term_reader = TermReader(drawing)
+    reading = Reading(drawing=drawing, term_reader=term_reader)
     for middle, first, last in drawing.collinear_as_drawn:
         reading.add_relation(collinear(middle, first, last), fact_number=None)
     skipped = set(left_out)
@@ -120,7 +120,7 @@ def read_facts(
     _add_touching(reading)
     _read_goal(reading)
     if looks != "nothing":
-        for relation, words in relations_seen(measures, everything=looks == "everything"):
+        for relation, words in relations_seen(term_reader, everything=looks == "everything"):
             reading.add_relation(relation, fact_number=None)
             reading.assumed.append(words)
     return reading
@@ -200,7 +200,7 @@ def _read_goal(reading: Reading) -> None:
     reading.goal_term = goal
     reading.unit = unit_of_term(goal)
     try:
-        quantity = reading.measures.quantity(goal)
+        quantity = reading.term_reader.quantity(goal)
         reading.drawing.check_points(points_in_quantity(quantity))
         reading.goal = quantity
     except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
@@ -208,4 +208,4 @@ def _read_goal(reading: Reading) -> None:
         if isinstance(error, UnreadError):
             reading.goal_fault = str(error)
         return
-    reading.assumed += reading.measures.assumed
+    reading.assumed += reading.term_reader.assumed

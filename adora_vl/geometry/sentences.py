@@ -30,7 +30,7 @@ from adora_vl.geometry.draft import (
     ADJECTIVE_PATTERN,
     POINT_PATTERN,
     SHAPE_PATTERN,
-    Draft,
+    LogicFormDraft,
     SentenceError,
     make_term,
     split_point_names,
@@ -95,7 +95,7 @@ _QUESTION_PATTERN = re.compile(r"find (.+?) (?:if|when|in (?=[a-z])) ?(.+)")
 _MAX_CLAUSES = 8  # facts of one sentence
 
 
-def read_sentence(draft: Draft, sentence: str) -> None:
+def read_sentence(draft: LogicFormDraft, sentence: str) -> None:
     """Take a sentence into the draft: one fact, or several with "and" or "with" between them.
 
     Raises `SentenceError` where the grammar does not have a part.
@@ -182,7 +182,7 @@ def _find_rule(plain: str) -> tuple[Callable[..., object], dict[str, str | None]
     return None
 
 
-def _read_clause(draft: Draft, plain: str) -> None:
+def _read_clause(draft: LogicFormDraft, plain: str) -> None:
     """Take one fact into the draft. Raises `SentenceError`."""
     rule = _find_rule(plain)
     if rule is None and "=" not in plain:
@@ -210,7 +210,7 @@ def _describe_fault(plain: str) -> str:
 # Equations and the question
 
 
-def _add_equation(draft: Draft, text: str) -> None:
+def _add_equation(draft: LogicFormDraft, text: str) -> None:
     """Note an equation of two or more sides.
 
     `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives
@@ -228,12 +228,12 @@ def _add_equation(draft: Draft, text: str) -> None:
             draft.add_equation(ratio, make_term("RatioOf", partners[i - 1], partners[i]))
 
 
-def _read_ratio(draft: Draft, side: str) -> list[Term]:
+def _read_ratio(draft: LogicFormDraft, side: str) -> list[Term]:
     """Return the parts of a side between colons, such as 3, 4, 5 of `3 : 4 : 5`; most have one."""
     return [read_side(draft, part) for part in side.split(":")]
 
 
-def _note_descriptions(draft: Draft, side: str) -> str:
+def _note_descriptions(draft: LogicFormDraft, side: str) -> str:
     """Return a side without the words that describe what it measures, and note what these say.
 
     | a side | what is left | what is noted |
@@ -299,7 +299,7 @@ _ARC_OF_CIRCLE_PATTERN = re.compile(
 )
 
 
-def _add_role(draft: Draft, role: str, segment: str) -> None:
+def _add_role(draft: LogicFormDraft, role: str, segment: str) -> None:
     """Note that a segment is what its `role` says: a diameter, a radius, an altitude, ..."""
     start, end = split_point_names(segment)
     if role == "diameter":
@@ -324,7 +324,7 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
 
 
 def _add_midpoint_of_role(
-    draft: Draft,
+    draft: LogicFormDraft,
     point: str,
     role: str,
     segment: str,
@@ -342,7 +342,7 @@ def _add_midpoint_of_role(
     midpoint(draft, point=point, start=start, end=end)
 
 
-def _add_question(draft: Draft, measure: str) -> None:
+def _add_question(draft: LogicFormDraft, measure: str) -> None:
     """Note the question: what is to be computed."""
     parts = _read_ratio(draft, _note_descriptions(draft, measure))
     if len(parts) > 2:
@@ -351,18 +351,20 @@ def _add_question(draft: Draft, measure: str) -> None:
     draft.question.append(make_term("Find", goal))
 
 
-def _add_size(draft: Draft, measure: str, size: str) -> None:
+def _add_size(draft: LogicFormDraft, measure: str, size: str) -> None:
     """Note a size without a sign before it, as in "with radius 5"."""
     draft.add_equation(read_side(draft, measure), read_side(draft, size))
 
 
-def _add_angle_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
+def _add_angle_ratio(
+    draft: LogicFormDraft, first: str, second: str, third: str, ratio: str
+) -> None:
     """Note that the angles of a triangle are in a ratio, in the order of its corners."""
     draft.draw_polygon("Triangle", (first, second, third))
     _add_equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
 
 
-def _add_pair_of_measures(draft: Draft, first: str, second: str, word: str) -> None:
+def _add_pair_of_measures(draft: LogicFormDraft, first: str, second: str, word: str) -> None:
     """Note that two angles are supplementary or complementary, or that two measures are equal."""
     # "angle A and B" means two angles, so B becomes "angle B".
     if first.startswith("angle") and not second.startswith("angle"):
@@ -396,10 +398,10 @@ _IN_CIRCLE = r"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?<centre>)?)"
 _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"find <measure:text>", _add_question),
     (r"<point> at \(?<x:number>, ?<y:number>\)?", place),
-    (r"draw <start><end>", Draft.draw_line),
+    (r"draw <start><end>", LogicFormDraft.draw_line),
     # Shapes
-    (r"<kind:shape> <corner_names:corners>", Draft.add_shape),
-    (r"(?:<:shape> )?<corner_names:corners> <kind:shape>", Draft.add_shape),
+    (r"<kind:shape> <corner_names:corners>", LogicFormDraft.add_shape),
+    (r"(?:<:shape> )?<corner_names:corners> <kind:shape>", LogicFormDraft.add_shape),
     (r"<adjectives:adjectives> (?P<kind>polygon|<:shape>) <corner_names:corners>", special),
     (
         r"(?:<:shape> )?<corner_names:corners> <adjectives:adjectives>"
@@ -431,8 +433,8 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<a><b> and <c><d> (?P<relation>parallel|perpendicular)(?: each other)?", two_lines),
     (r"<points:points> on ?circle(?: <centre>)?", on_circle),
     (r"<points:points> on ?circle(?: <centre>)? in (?:this )?order", in_order_on_circle),
-    (r"<point> (?:on )?between <start> and <end>", Draft.put_on_line),
-    (r"<point> on <start><end>", Draft.put_on_line),
+    (r"<point> (?:on )?between <start> and <end>", LogicFormDraft.put_on_line),
+    (r"<point> on <start><end>", LogicFormDraft.put_on_line),
     (r"<points:points> on <start><end>", on_lines),
     (r"<points:points> collinear", collinear),
     (r"<point> on extension <start><end>(?: (?:beyond|past|through) <beyond>)?", extended),

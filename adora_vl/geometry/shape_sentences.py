@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adora_vl.geometry.draft import (
-    Draft,
+    LogicFormDraft,
     SentenceError,
     SpecialTriangle,
     make_term,
@@ -21,7 +21,7 @@ from adora_vl.geometry.line_sentences import (
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 
-def special(draft: Draft, adjectives: str, kind: str | None, corner_names: str) -> None:
+def special(draft: LogicFormDraft, adjectives: str, kind: str | None, corner_names: str) -> None:
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
     `adjectives` are one or two words such as "right isosceles". Without `kind` the number of
@@ -64,13 +64,13 @@ def special(draft: Draft, adjectives: str, kind: str | None, corner_names: str) 
         draft.facts.append(polygon)
 
 
-def right_at(draft: Draft, corner_names: str, corner: str) -> None:
+def right_at(draft: LogicFormDraft, corner_names: str, corner: str) -> None:
     """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
     draft.add_shape(polygon_kind(corner_names), corner_names)
     right_corner(draft, corner)
 
 
-def base(draft: Draft, start: str, end: str) -> None:
+def base(draft: LogicFormDraft, start: str, end: str) -> None:
     """Add which side of an isosceles triangle is its base: "base BC". The two others are equal."""
     for special in draft.special_triangles:
         if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
@@ -80,7 +80,7 @@ def base(draft: Draft, start: str, end: str) -> None:
     draft.draw_line(start, end)
 
 
-def apex(draft: Draft, corner: str) -> None:
+def apex(draft: LogicFormDraft, corner: str) -> None:
     """Add which corner of an isosceles triangle lies between its equal sides: "vertex A".
 
     Raises `SentenceError` where no isosceles triangle has that corner.
@@ -92,7 +92,7 @@ def apex(draft: Draft, corner: str) -> None:
     raise SentenceError(f"it does not say of which isosceles triangle {corner} is the vertex")
 
 
-def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
+def equal_legs(draft: LogicFormDraft, apex: str, corners: Sequence[str]) -> None:
     """Add that the two sides of a triangle that meet at its apex are equal."""
     ends = [name for name in corners if name != apex]
     legs = [make_term("LengthOf", draft.draw_line(apex, end)) for end in ends]
@@ -100,7 +100,11 @@ def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
 
 
 def diagonal(
-    draft: Draft, start: str, end: str, kind: str | None = None, corner_names: str | None = None
+    draft: LogicFormDraft,
+    start: str,
+    end: str,
+    kind: str | None = None,
+    corner_names: str | None = None,
 ) -> None:
     """Add that a segment is a diagonal of a shape: "AC is a diagonal of rectangle ABCD".
 
@@ -111,7 +115,7 @@ def diagonal(
     draft.draw_line(start, end)
 
 
-def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
+def hypotenuse(draft: LogicFormDraft, start: str, end: str, triangle: str | None = None) -> None:
     """Add that a segment lies opposite a right angle: "AB is the hypotenuse of triangle ABC".
 
     Without `triangle` the last triangle with this side is meant. Raises `SentenceError` where no
@@ -128,7 +132,7 @@ def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) 
     raise SentenceError(f"it does not say of which triangle {start}{end} is the hypotenuse")
 
 
-def alike(draft: Draft, first: str, relation: str, second: str) -> None:
+def alike(draft: LogicFormDraft, first: str, relation: str, second: str) -> None:
     """Add that two shapes are similar or congruent: "triangle ABC is similar to DEF".
 
     Raises `SentenceError` where they have not as many corners.
@@ -150,7 +154,12 @@ _HEAD_BY_CENTRE = {
 
 
 def line_of_triangle(
-    draft: Draft, start: str, end: str, role: str, corner_names: str, side: str | None = None
+    draft: LogicFormDraft,
+    start: str,
+    end: str,
+    role: str,
+    corner_names: str,
+    side: str | None = None,
 ) -> None:
     """Add a median or an altitude of a triangle: "AD is the altitude of ABC", or "of ABC to BC".
 
@@ -177,7 +186,9 @@ def line_of_triangle(
     )
 
 
-def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, corner_names: str) -> None:
+def line_of_trapezoid(
+    draft: LogicFormDraft, start: str, end: str, role: str, corner_names: str
+) -> None:
     """Add the median of a trapezoid, which is its midsegment.
 
     It goes from `start` to `end`. `corner_names` are those of the trapezoid, "ABCD". `role` is
@@ -189,7 +200,7 @@ def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, corner_name
     midsegment(draft, start=start, end=end, kind="trapezoid", corner_names=corner_names)
 
 
-def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
+def line_to_side(draft: LogicFormDraft, start: str, end: str, role: str, side: str) -> None:
     """Add a median or an altitude to a side: "AD is the altitude to BC".
 
     `role` is as in `line_of_triangle`.
@@ -206,7 +217,7 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
     line_of_triangle(draft, start=start, end=end, role=role, corner_names=f"{top}{side}")
 
 
-def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
+def from_corner(draft: LogicFormDraft, role: str, corner: str, side: str, foot: str) -> None:
     """Add a line from a corner of a triangle: "the altitude from A meets BC at D".
 
     `corner` may also name the angle by three points, as the bisector of "angle ABC" does.
@@ -223,7 +234,7 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
 
 
 def two_roles_meet(
-    draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
+    draft: LogicFormDraft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
 ) -> None:
     """Add that two medians, altitudes or bisectors of one triangle meet in a point.
 
@@ -239,7 +250,7 @@ def two_roles_meet(
     meet(draft, a, b, c, d, at)
 
 
-def bisector(draft: Draft, start: str, end: str, corner_names: str) -> None:
+def bisector(draft: LogicFormDraft, start: str, end: str, corner_names: str) -> None:
     """Add the bisector of an angle, or of the corner of a triangle where it begins.
 
     `corner_names` is the angle, "BAC", or the triangle, "ABC". "AD bisector of triangle ABC" begins
@@ -259,7 +270,11 @@ def bisector(draft: Draft, start: str, end: str, corner_names: str) -> None:
 
 
 def midsegment(
-    draft: Draft, start: str, end: str, kind: str | None = None, corner_names: str | None = None
+    draft: LogicFormDraft,
+    start: str,
+    end: str,
+    kind: str | None = None,
+    corner_names: str | None = None,
 ) -> None:
     """Add that a segment joins the middles of two sides: "DE is a midsegment of triangle ABC".
 
@@ -278,7 +293,9 @@ def midsegment(
     draft.facts.append(make_term("IsMidsegmentOf", draft.draw_line(start, end), polygon))
 
 
-def midsegment_parallel(draft: Draft, start: str, end: str, corner_names: str, base: str) -> None:
+def midsegment_parallel(
+    draft: LogicFormDraft, start: str, end: str, corner_names: str, base: str
+) -> None:
     """Add a midsegment and the side parallel to it: "DE is a midsegment of ABC parallel to AB"."""
     corners = split_point_names(corner_names)
     base_ends = split_point_names(base)
@@ -292,7 +309,7 @@ def midsegment_parallel(draft: Draft, start: str, end: str, corner_names: str, b
     midsegment(draft, start=start, end=end, kind="triangle", corner_names=corner_names)
 
 
-def centre_of_triangle(draft: Draft, point: str, centre: str, corner_names: str) -> None:
+def centre_of_triangle(draft: LogicFormDraft, point: str, centre: str, corner_names: str) -> None:
     """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
     corners = split_point_names(corner_names)
     polygon = draft.draw_polygon("Triangle", corners)

@@ -15,11 +15,11 @@ from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import short_form
 from adora_vl.geometry.figure import Verdict, figure_as_json, figure_of_solution, with_rivals
 from adora_vl.geometry.logic_form import LogicForm, Term
-from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System
+from adora_vl.geometry.term_reader import unit_of_term
 from adora_vl.geometry.words import term_in_words
 
 # Larger forms are no diagrams of a school book, and a search in them would take minutes. The
@@ -397,7 +397,7 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
     if number is None:
         return False
     # A system without relations only computes its goal, here the angle in the figure.
-    quantity = repair.problem.reading.measures.quantity(measure)
+    quantity = repair.problem.reading.term_reader.quantity(measure)
     system = repair.problem.system
     trial = System(system.points, relations=(), goal=quantity, figure_size=system.figure_size)
     value, _ = trial.goal_at(solution.state[: trial.count])

@@ -15,7 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, make_term
+from adora_vl.geometry.draft import (
+    POINT_PATTERN,
+    LogicFormDraft,
+    SentenceError,
+    SpecialTriangle,
+    make_term,
+)
 from adora_vl.geometry.logic_form import LogicForm
 from adora_vl.geometry.sentences import COORDINATE_PATTERN, SEGMENT_PATTERN, read_sentence
 from adora_vl.geometry.shape_sentences import equal_legs
@@ -39,7 +45,7 @@ def read_form_from_text(text: str) -> LogicForm:
     """
     if len(text) > MAX_TEXT:
         raise UserError(f"facts: the text has {len(text)} characters, over {MAX_TEXT}")
-    draft = Draft()
+    draft = LogicFormDraft()
     for number, sentence in _split_into_sentences(text):
         draft.line_number = number
         draft.sentence = sentence
@@ -65,7 +71,7 @@ def _sentence_error(line: int, sentence: str, reason: str) -> UserError:
     return UserError(f"facts: line {line}, {sentence!r:.80}: {reason}")
 
 
-def _settle_special_triangle(draft: Draft, special: SpecialTriangle) -> None:
+def _settle_special_triangle(draft: LogicFormDraft, special: SpecialTriangle) -> None:
     """Add what a triangle that is called right or isosceles says, once all sentences are read.
 
     Raises `UserError` where neither a sentence nor the places say which parts are meant.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from adora_vl.geometry.draft import (
     POINT_PATTERN,
     SHAPE_PATTERN,
-    Draft,
+    LogicFormDraft,
     SentenceError,
     make_term,
     polygon_kind,
@@ -57,7 +57,7 @@ WORDS = (
 )
 
 
-def read_side(draft: Draft, text: str) -> Term:
+def read_side(draft: LogicFormDraft, text: str) -> Term:
     """Read one side of an equation: a measure, a value, or sums and products of them.
 
     Shapes and segments that it names are added to the draft. Raises `SentenceError` with the word
@@ -122,7 +122,7 @@ class _SideParser:
     and `depth` how deep the brackets are nested.
     """
 
-    def __init__(self, draft: Draft, pieces: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, draft: LogicFormDraft, pieces: Sequence[tuple[str, str]]) -> None:
         self.draft = draft
         self.pieces = list(pieces)
         self.next_index = 0
@@ -211,7 +211,7 @@ class _SideParser:
 # Atoms
 
 
-def _read_angle(draft: Draft, text: str) -> Term:
+def _read_angle(draft: LogicFormDraft, text: str) -> Term:
     """Read an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
@@ -223,23 +223,23 @@ def _read_angle(draft: Draft, text: str) -> Term:
     return make_term("MeasureOf", make_term("Angle", *names))
 
 
-def _read_exterior_angle(draft: Draft, text: str) -> Term:
+def _read_exterior_angle(draft: LogicFormDraft, text: str) -> Term:
     """Read an exterior angle: what the inner angle at a corner lacks to 180 degrees."""
     corner = split_point_names(text)[-1]
     return make_term("Sub", Term(head="180"), make_term("MeasureOf", make_term("Angle", corner)))
 
 
-def _read_arc(draft: Draft, text: str) -> Term:
+def _read_arc(draft: LogicFormDraft, text: str) -> Term:
     """Read the angle of an arc by its two ends, or by its ends and a point between them."""
     return make_term("MeasureOf", _named_arc(draft, text))
 
 
-def _read_arc_length(draft: Draft, text: str) -> Term:
+def _read_arc_length(draft: LogicFormDraft, text: str) -> Term:
     """Read how long an arc is: "length of arc AB". An arc without this word is its angle."""
     return make_term("LengthOf", _named_arc(draft, text.removeprefix("length").strip()))
 
 
-def _named_arc(draft: Draft, text: str) -> Term:
+def _named_arc(draft: LogicFormDraft, text: str) -> Term:
     """Return the arc that a text names, such as "minor arc AB", as a term.
 
     Its ends lie on the only circle. Three letters name the way round already, so that "minor" or
@@ -252,7 +252,7 @@ def _named_arc(draft: Draft, text: str) -> Term:
     return make_term(size.capitalize(), arc) if size and len(names) == 2 else arc
 
 
-def _read_distance(draft: Draft, text: str) -> Term:
+def _read_distance(draft: LogicFormDraft, text: str) -> Term:
     """Read the distance of two points, or of a point from a line: "distance from O to AB"."""
     point, *ends = split_point_names(text)
     if len(ends) == 1:
@@ -260,7 +260,7 @@ def _read_distance(draft: Draft, text: str) -> Term:
     return make_term("DistanceOf", point, draft.draw_line(ends[0], ends[1]))
 
 
-def _read_trigonometric(draft: Draft, text: str) -> Term:
+def _read_trigonometric(draft: LogicFormDraft, text: str) -> Term:
     """Read the sine, cosine or tangent of an angle or of a letter, such as "sin A"."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
@@ -269,7 +269,7 @@ def _read_trigonometric(draft: Draft, text: str) -> Term:
     return make_term(head, _read_angle(draft, rest))
 
 
-def _read_circle_measure(draft: Draft, text: str) -> Term:
+def _read_circle_measure(draft: LogicFormDraft, text: str) -> Term:
     """Read radius, diameter, circumference or area of a circle: "radius O" or "radius" alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
@@ -278,7 +278,7 @@ def _read_circle_measure(draft: Draft, text: str) -> Term:
     return make_term(f"{head[0].capitalize()}Of", draft.name_circle(centre))
 
 
-def _read_shape(draft: Draft, text: str) -> Term:
+def _read_shape(draft: LogicFormDraft, text: str) -> Term:
     """Read the shape behind the first word of a measure: "area of triangle ABC".
 
     Without corners it is the last shape of its kind. A kind that says something of it, as in "area
@@ -297,14 +297,14 @@ def _read_shape(draft: Draft, text: str) -> Term:
     return draft.add_shape(kind, "".join(names))
 
 
-def _read_polygon_measure(draft: Draft, text: str) -> Term:
+def _read_polygon_measure(draft: LogicFormDraft, text: str) -> Term:
     """Read the area, the perimeter or the height of a polygon."""
     shape = _read_shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
     return make_term(words[text.split()[0]], shape)
 
 
-def _read_side_of_polygon(draft: Draft, text: str) -> Term:
+def _read_side_of_polygon(draft: LogicFormDraft, text: str) -> Term:
     """Read the side of a polygon whose sides are all equal: "side of square ABCD".
 
     Raises `SentenceError` for any other polygon, since it does not say which side is meant.
@@ -318,12 +318,12 @@ def _read_side_of_polygon(draft: Draft, text: str) -> Term:
     return make_term("LengthOf", draft.draw_line(shape.names[0], shape.names[1]))
 
 
-def _read_sector(draft: Draft, text: str) -> Term:
+def _read_sector(draft: LogicFormDraft, text: str) -> Term:
     """Read the area of a sector: "area of sector AOB" has the centre between its ends."""
     return make_term("AreaOf", make_term("Sector", *split_point_names(text)))
 
 
-def _read_scale_factor(draft: Draft, text: str) -> Term:
+def _read_scale_factor(draft: LogicFormDraft, text: str) -> Term:
     """Read the ratio of the sides of one polygon to those of a similar one."""
     first, second = [split_point_names(names) for names in re.findall(_CORNERS, text)]
     heads = [polygon_kind("".join(names)).capitalize() for names in (first, second)]
@@ -332,7 +332,7 @@ def _read_scale_factor(draft: Draft, text: str) -> Term:
     )
 
 
-def _read_segment(draft: Draft, text: str) -> Term:
+def _read_segment(draft: LogicFormDraft, text: str) -> Term:
     """Draw a segment, and read its length. Raises `SentenceError` where both ends are one."""
     start, end = split_point_names(text)
     if start == end:
@@ -340,12 +340,12 @@ def _read_segment(draft: Draft, text: str) -> Term:
     return make_term("LengthOf", draft.draw_line(start, end))
 
 
-def _read_number(draft: Draft, text: str) -> Term:
+def _read_number(draft: LogicFormDraft, text: str) -> Term:
     """Return a number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 
-_READER_BY_ATOM_KIND: dict[str, Callable[[Draft, str], Term]] = {
+_READER_BY_ATOM_KIND: dict[str, Callable[[LogicFormDraft, str], Term]] = {
     "angle": _read_angle,
     "exterior": _read_exterior_angle,
     "arc": _read_arc,

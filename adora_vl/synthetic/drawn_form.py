@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from PIL import Image
 
-from adora_vl.geometry.draft import Draft
+from adora_vl.geometry.draft import LogicFormDraft
 from adora_vl.geometry.logic_form import Term
 from adora_vl.geometry.sentences import read_sentence
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
@@ -61,7 +61,7 @@ class DrawnForm:
             ClutteredError: two labels would overlap, here or in `add_and_draw`.
         """
         self.sentences: list[str] = []
-        self._draft = Draft()
+        self._draft = LogicFormDraft()
         self._sketch = Sketch(rng, size, style, positions)
         self.add_and_draw(*outline)
         points_by_centre = self._draft.circles

@@ -1,6 +1,6 @@
 """What a term measures: `LengthOf(Line(A, B))` or `SinOf(Angle(A))` as a quantity of a figure.
 
-`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`.
+`TermReader` reads terms of one drawing. A term that cannot be read raises `UnreadError`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def unit_of_term(term: Term) -> Unit:
     return "length"
 
 
-class Measures:
+class TermReader:
     """Turns terms such as `LengthOf(Line(A, B))` into quantities of a figure.
 
     `drawing` is the picture of the logic form, which says which points, circles and shapes the
@@ -526,42 +526,42 @@ class Measures:
         return Arithmetic(function=names[term.head], parts=(angle,))
 
 
-_Rule = Callable[[Measures, Term], Quantity]
+_Rule = Callable[[TermReader, Term], Quantity]
 _RULE_BY_HEAD: dict[str, _Rule] = {
-    "Line": Measures.segment_length,
-    "LengthOf": Measures.length_of,
-    "RadiusOf": Measures.named_circle_measure,
-    "DiameterOf": Measures.named_circle_measure,
-    "CircumferenceOf": Measures.named_circle_measure,
-    "SideOf": Measures.side_length,
-    "LegOf": Measures.side_length,
-    "BaseOf": Measures.side_length,
-    "HypotenuseOf": Measures.hypotenuse_length,
-    "HeightOf": Measures.height,
-    "AltitudeOf": Measures.height,
-    "DistanceOf": Measures.distance_from_line,
-    "ScaleFactorOf": Measures.scale_factor,
-    "Angle": Measures.angle,
-    "Arc": Measures.arc_angle,
-    "Minor": Measures.minor_arc_angle,
-    "Major": lambda measures, term: minus(Constant(360.0), measures.minor_arc_angle(term)),
-    "MeasureOf": Measures.inner_quantity,
+    "Line": TermReader.segment_length,
+    "LengthOf": TermReader.length_of,
+    "RadiusOf": TermReader.named_circle_measure,
+    "DiameterOf": TermReader.named_circle_measure,
+    "CircumferenceOf": TermReader.named_circle_measure,
+    "SideOf": TermReader.side_length,
+    "LegOf": TermReader.side_length,
+    "BaseOf": TermReader.side_length,
+    "HypotenuseOf": TermReader.hypotenuse_length,
+    "HeightOf": TermReader.height,
+    "AltitudeOf": TermReader.height,
+    "DistanceOf": TermReader.distance_from_line,
+    "ScaleFactorOf": TermReader.scale_factor,
+    "Angle": TermReader.angle,
+    "Arc": TermReader.arc_angle,
+    "Minor": TermReader.minor_arc_angle,
+    "Major": lambda term_reader, term: minus(Constant(360.0), term_reader.minor_arc_angle(term)),
+    "MeasureOf": TermReader.inner_quantity,
     "AreaOf": area_or_perimeter,
     "PerimeterOf": area_or_perimeter,
-    "RatioOf": Measures.ratio,
-    "Div": Measures.ratio,
-    "SumOf": Measures.sum,
-    "Add": Measures.sum,
-    "Mul": Measures.product,
-    "Sub": Measures.difference,
-    "HalfOf": Measures.half,
-    "SquareOf": lambda measures, term: power(measures.quantity(term.arguments[0]), 2.0),
-    "SqrtOf": lambda measures, term: power(measures.quantity(term.arguments[0]), 0.5),
-    "SinOf": Measures.trigonometric,
-    "CosOf": Measures.trigonometric,
-    "TanOf": Measures.trigonometric,
-    "CotOf": Measures.cotangent,
-    "AverageOf": Measures.average,
-    "Pow": Measures.whole_power,
-    "MedianOf": Measures.median,
+    "RatioOf": TermReader.ratio,
+    "Div": TermReader.ratio,
+    "SumOf": TermReader.sum,
+    "Add": TermReader.sum,
+    "Mul": TermReader.product,
+    "Sub": TermReader.difference,
+    "HalfOf": TermReader.half,
+    "SquareOf": lambda term_reader, term: power(term_reader.quantity(term.arguments[0]), 2.0),
+    "SqrtOf": lambda term_reader, term: power(term_reader.quantity(term.arguments[0]), 0.5),
+    "SinOf": TermReader.trigonometric,
+    "CosOf": TermReader.trigonometric,
+    "TanOf": TermReader.trigonometric,
+    "CotOf": TermReader.cotangent,
+    "AverageOf": TermReader.average,
+    "Pow": TermReader.whole_power,
+    "MedianOf": TermReader.median,
 }
