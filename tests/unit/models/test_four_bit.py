@@ -97,6 +97,7 @@ def test_python_code_needs_no_dtype_beside_a_quantization_config(adora_home, tmp
 
     TRL's default is float32, which no base in 4 bits may have.
     """
+    row = {"prompt": [{"role": "user", "content": "Find x."}], "answer": "1"}
     trainer = AdoraGRPOTrainer(
         "tiny",
         reward_funcs="accuracy",
@@ -108,7 +109,7 @@ def test_python_code_needs_no_dtype_beside_a_quantization_config(adora_home, tmp
             num_generations=4,
             max_steps=1,
         ),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "Find x."}]}] * 4),
+        train_dataset=Dataset.from_list([row] * 4),
         quantization_config=BitsAndBytesConfig(load_in_4bit=True),
         peft_config=LoraConfig(target_modules=["q_proj"]),
     )
