@@ -215,7 +215,8 @@ def _diagnosis_shares(
             )
     are_mastered = [diagnosis == "CM" for diagnosis in diagnoses]
     shares[f"CM_{strictness}"] = accuracy_of_share(are_mastered, problem_ids)
-    # RM is a share of the problems whose whole is right.
+    # Rote memorisation is counted among the problems whose last question, the whole, is right: the
+    # diagnosis of these is CM or RM.
     are_rote: list[bool] = []
     solved_ids: list[str] = []
     for diagnosis, problem_id in zip(diagnoses, problem_ids, strict=True):

@@ -204,7 +204,8 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         trainer = self._trainer
         rank = trainer.accelerator.process_index
         ranks = trainer.accelerator.num_processes
-        trainer._tr_loss += _unlogged_loss_sum_for_rank(sums["rest"], rank, ranks)
+        unlogged_sums = sums["rest"]  # of the steps since the last log, by rank
+        trainer._tr_loss += _unlogged_loss_sum_for_rank(unlogged_sums, rank, ranks)
         trainer._total_loss_scalar = sums["logged"]
         trainer._globalstep_last_logged = sums["since"]
 

@@ -93,7 +93,9 @@ def without_punctuation(problem: str) -> str:
 
 
 def difference_hash(image: Image.Image) -> int:
-    """Return a hash of 256 bits of which a scaled or recompressed copy of a diagram has nearly all.
+    """Return a hash of a diagram, 256 bits.
+
+    The hash of a scaled or recompressed copy has nearly all bits in common with it.
 
     The drawing without its margin becomes 17 x 16 patches of grey. A bit says whether a patch is
     clearly lighter than its right neighbour.

@@ -142,7 +142,9 @@ def _step_downhill(objective: _Objective, position: _Position) -> _Position | No
         (J'J + W + damping * diagonal of (J'J + W)) d = J'r + W (x - begin)
 
     J are the derivatives of the residuals r, and W the weights of the squared distances from the
-    beginning. More damping makes the step shorter and turns it towards the steepest way down.
+    beginning. The unknowns before `objective.first_moving` stay where they are. More damping makes
+    the step shorter and turns it towards the steepest way down.
+
     Returns None where the slope is 0, or where no trial leads downhill.
     """
     first_moving = objective.first_moving

@@ -56,6 +56,7 @@ def kite(term_reader: TermReader, term: Term) -> Iterator[Relation]:
     """
     a, b, c, d = require_four(term_reader.drawing.corners_of_shape(term))
     if _equal_sides_meet_at_second(term_reader, (a, b, c, d)):
+        # The corners are counted from the second one, so that the equal sides meet at the first.
         a, b, c, d = b, c, d, a
     yield same_length(term_reader, (a, b), (a, d))
     yield same_length(term_reader, (c, b), (c, d))

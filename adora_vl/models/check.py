@@ -167,9 +167,9 @@ def check_model_parts(
     The model is built on the meta device, to look at the names of its modules.
 
     Args:
-        model: the keys of the model.
-        config: the model's own.
-        peft_config: that of the adapter; None without one.
+        model: the run's keys that name the model and its dtype.
+        config: the model's own config.
+        peft_config: the adapter's config; None without an adapter.
         frozen: the components to freeze.
     """
     # Only LoRA and adapters like it name layers.

@@ -237,9 +237,9 @@ def _evaluation_result(log: LogEntries) -> str | None:
     """
     # keys such as `eval_NAME_accuracy`, without those of the interval's bounds
     keys = {key for line in log for key in line if _ACCURACY_KEY_PATTERN.fullmatch(key)}
-    # False sorts before True
-    preferred_first = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
-    for key in preferred_first:
+    keys_with_pictures = sorted(key for key in keys if key.endswith("_image_accuracy"))
+    other_keys = sorted(keys.difference(keys_with_pictures))
+    for key in [*keys_with_pictures, *other_keys]:
         lines = [line for line in log if _is_number(line.get(key))]
         if lines:
             name = key.removeprefix("eval_").removesuffix("_accuracy")

@@ -272,7 +272,10 @@ def _rollout_to_list(row: Json) -> list[Any]:
         **row,
         "completion": _truncate(row["completion"]),
         "extracted": _truncate(row["extracted"]),
+        # an answer of several parts beside the reference's
         "compared": _compare_answer_parts(row),
+        # How many claims on the way to the answer are true and new, and how many are false; where
+        # they stand in the text; and a word if the answer is right in spite of them.
         "new": row.get("new"),
         "false": row.get("false"),
         "steps": _claim_spans_in_utf16(row),

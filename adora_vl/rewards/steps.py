@@ -138,7 +138,8 @@ def text_up_to_answer(response: str) -> str:
     # A closing token alone ends no box: `\boxed{5} as AC = 3 <|end_of_box|>` ends behind `}`.
     glm_box = text.rfind(BOX_TOKENS[0])
     end_of_glm_box = text.find(BOX_TOKENS[1], glm_box)
-    if glm_box > box and end_of_glm_box >= 0:
+    glm_box_is_last = glm_box > box
+    if glm_box_is_last and end_of_glm_box >= 0:
         return text[: end_of_glm_box + len(BOX_TOKENS[1])]
     if box < 0:
         return text

@@ -155,7 +155,8 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         caller sets `_engine_has_all_parameters` when all of them are written.
         """
         if sends_all:
-            self._engine_has_all_parameters = False  # `_iter_named_params` then yields everything
+            # As after the start, when the engine has nothing: all parameters are sent.
+            self._engine_has_all_parameters = False
         return self._tensors_to_send()
 
     def _tensors_to_send(self) -> Iterator[tuple[str, Tensor]]:

@@ -119,13 +119,13 @@ def _draw_puzzle(people: int, rng: random.Random) -> Puzzle:
     while True:
         statements = []
         for speaker in range(people):
-            statement = rng.choice(_STATEMENT_KINDS)
+            kind = rng.choice(_STATEMENT_KINDS)
             candidates = [person for person in range(people) if person != speaker]
-            # Where there are two people, a statement about two is about the speaker too.
-            if statement.people > len(candidates):
+            # If a puzzle has two people, a statement about two is about the speaker too.
+            if kind.people > len(candidates):
                 candidates.append(speaker)
-            subjects = rng.sample(candidates, statement.people)
-            statements.append(SaidStatement(statement, subjects))
+            subjects = rng.sample(candidates, kind.people)
+            statements.append(SaidStatement(kind, subjects))
         solutions = find_solutions(tuple(statement.claim() for statement in statements))
         if len(solutions) == 1:
             return Puzzle(statements, is_knight=solutions[0])

@@ -158,7 +158,8 @@ class Environments:
 
         `message_prefix`: begins the message of an error, such as `environment_factory: row 7`.
         """
-        # The same seed for all, so that each is built with the same random numbers.
+        # The seed is one text for all environments, so that each is built with the same random
+        # numbers.
         environment = self._run(
             self.factory, label=f"{message_prefix}: it cannot be made", seed=ENVIRONMENT_KEY
         )

@@ -82,7 +82,7 @@ class GenerationLogps:
             # In a training, later passes over single micro-batches may take the place of this one.
             needs_old_pass_now = self.old_logps.needs_pass_over_generation
             if not is_training:
-                needs_old_pass_now = self.old_logps.loss_needs_any
+                needs_old_pass_now = self.old_logps.loss_needs_old_logps
             if needs_old_pass_now:
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
@@ -113,7 +113,8 @@ class GenerationLogps:
         reference_adapter = "ref" if "ref" in policy.peft_config else None
         with use_adapter(policy, adapter_name=reference_adapter):
             logps_BC = compute_logps(self.policy)
-        # PEFT has made all of the adapter trainable again.
+        # PEFT has made all of the adapter trainable again, also in components that the run does not
+        # train (`adora_freeze`).
         freeze(policy, self.context.config.adora_freeze)
         return logps_BC
 

@@ -59,7 +59,8 @@ class PromptReader:
         problems = [group.problem for group in group_of_rollout]
         if self._last_prompts is None or problems != self._last_problems:
             rows = [group.row for group in group_of_rollout]
-            # Prompts of a refill must not empty the image bank: the batch still needs its images.
+            # A refill has further groups for the same batch, in place of those without signal. Its
+            # prompts must not empty the image bank: the batch still needs its images.
             is_refill = generation.key.refill_round > 0
             self._last_prompts = self.images.prompts(rows, generation.key.mode, refill=is_refill)
             self._last_problems = problems
@@ -149,7 +150,7 @@ class GroupSampler:
         Returns the groups of the pending generation in their order, with longer rollouts.
 
         Args:
-            generation: the present one, to which the pending one has become.
+            generation: the present one, for which the pending one was requested.
             pending: its groups, and the first turn that `request_first_turn` has requested.
         """
         turns = self._turns_of_unfinished(

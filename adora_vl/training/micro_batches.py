@@ -365,14 +365,14 @@ class MicroBatcher:
         )
         micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), columns_in_use))
         micro_batch["rows_on_cpu"] = rows_on_cpu.select(rows, columns_in_use.first_prompt_column)
-        mean_rows = self.layout.micro_batch_rows * filled_share  # of a micro-batch
-        micro_batch["share_of_rows"] = len(rows) / mean_rows
+        mean_rows_of_micro_batch = self.layout.micro_batch_rows * filled_share
+        micro_batch["share_of_rows"] = len(rows) / mean_rows_of_micro_batch
         if self._weighs_by_tokens:
             tokens = loss_mask(micro_batch).sum()
             micro_batch["share_of_tokens"] = self.share_of_tokens(micro_batch, tokens)
-            # TRL's loss becomes a mean over the tokens of this micro-batch. TRL divides by
-            # `num_items_in_batch` / (micro-batches of all ranks), where it would put the tokens of
-            # the whole generation.
+            # TRL divides the loss by `num_items_in_batch` / (micro-batches of all ranks). In stock
+            # TRL that column is the number of tokens of the generation. With this value the loss
+            # becomes a mean over the tokens of this micro-batch.
             micro_batch["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
         return micro_batch
 

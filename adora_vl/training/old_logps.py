@@ -91,7 +91,7 @@ class OldLogps:
         self._skips_groups_without_signal = config.uses("skip_zero_signal") and not corrects_kl
 
     @property
-    def loss_needs_any(self) -> bool:
+    def loss_needs_old_logps(self) -> bool:
         """Whether the loss needs old log-probabilities in stock TRL.
 
         It needs them if the ratio to the engine corrects it, or if the weights change while a
@@ -102,12 +102,13 @@ class OldLogps:
     @property
     def needs_pass_over_generation(self) -> bool:
         """Whether a pass over the whole generation is made, before its rollouts are graded."""
-        if self.uses_engine_logps or not self.loss_needs_any:
+        if self.uses_engine_logps or not self.loss_needs_old_logps:
             return False
         # Without this optimisation everything is as in stock TRL.
         if not self.config.uses("skip_old_pass"):
             return True
-        # If this package splits the generation, there are passes over micro-batches instead.
+        # `passes_to_make` has passes over micro-batches instead, where they are this package's and
+        # not TRL's.
         if regroups_micro_batches(self.config):
             return False
         # With one optimizer step the training pass gives them, unless it has dropout.
@@ -128,8 +129,8 @@ class OldLogps:
         if self.uses_engine_logps or self.needs_pass_over_generation:
             return []
         first_with_pass = self.layout.micro_batches_before_update
-        # With dropout the training pass is noisy. If its log-probabilities would be compared with
-        # the engine's, or with those of later iterations, all micro-batches get a pass without
+        # With dropout the training pass is noisy, and its log-probabilities cannot be compared with
+        # the engine's or with those of later iterations. Then all micro-batches get a pass without
         # dropout.
         compares_logps = self.corrects_engine or self.layout.num_iterations > 1
         if self.has_dropout and compares_logps:
@@ -194,8 +195,9 @@ class OldLogps:
         is_before_update = micro_step < self.layout.micro_batches_before_update
         if self.uses_engine_logps or not is_before_update:
             return False
-        # Without `skip_old_pass` stock TRL's pass over the generation gives them. But that pass has
-        # no dropout. If the training pass has dropout, their ratio is not 1, so its own are used.
+        # Without `skip_old_pass` stock TRL makes a pass over the generation, and its results are
+        # used. That pass has no dropout. If the training pass has, the two would differ, and their
+        # ratio would not be 1. So the training pass then gives its own.
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:

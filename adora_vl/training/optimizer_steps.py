@@ -121,7 +121,10 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Keep Transformers from saving lost weights, as it would with `save_strategy: epoch`."""
+        """Keep Transformers from saving lost weights, as it would with `save_strategy: epoch`.
+
+        Weights are lost once DeepSpeed has applied gradients that are not finite.
+        """
         if self._weights_are_lost:
             control.should_save = False
 

@@ -376,10 +376,12 @@ class Pool:
         are missing.
         """
         has_signal_by_rank = assessment.has_signal_by_rank
-        missing_count = int((~has_signal_by_rank).sum(dim=1).max())
+        groups_of_rank = has_signal_by_rank.size(1)  # ranks have equally many
+        groups_without_signal = (~has_signal_by_rank).sum(dim=1)  # of each rank
+        missing_count = int(groups_without_signal.max())
         # Without stale rollouts every generation fills all slots by itself.
         if self.allows_stale_rollouts:
-            missing_count += self.max_groups - has_signal_by_rank.size(1)
+            missing_count += self.max_groups - groups_of_rank
         return missing_count
 
     def choose_groups(

@@ -119,7 +119,7 @@ class UnfinishedGeneration:
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 
     def _remaining(self, micro_batches: Sequence[Batch], learned_count: int) -> list[Batch]:
-        """Return the micro-batches with those emptied that are not learned from again.
+        """Return the micro-batches, with `{}` in place of each that is not learned from again.
 
         With one iteration over a generation (`num_iterations`) those that were learned from become
         empty, and the others keep their places: of a b c d, with two learned from, {} {} c d is

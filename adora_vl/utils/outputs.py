@@ -89,8 +89,10 @@ def ignore_closed_outputs() -> None:
 
     Python raises `BrokenPipeError` at the next line, for instance when `train | head` has ended, or
     the program that writes the log. That suits a command that only prints, and not a run of hours,
-    whose files can still be written. An output that was closed from the beginning (`>&-`) writes to
-    /dev/null, since the next file that is opened would get its number, and all that is printed.
+    whose files can still be written.
+
+    An output that was closed from the beginning (`>&-`) writes to /dev/null. Otherwise the next
+    file that is opened would get the number of the output, and all that is printed would go there.
 
     This has to be called before loggers and progress bars are created, which keep the stream that
     they begin with.

@@ -362,9 +362,10 @@ def summarise_grades(graded_answers: Sequence[GradedAnswer]) -> dict[str, Any]:
 
     Problems that were not asked are counted too.
     """
-    # Each is a list with one reason, as every kind of group is a list.
+    # Every kind of group is a list, so each answer has a list with one reason.
     finish_reasons = [graded.grade.groups.get("finish_reason") for graded in graded_answers]
     verdicts = Counter(graded.grade.verdict for graded in graded_answers)
+    # What became of the block of thinking in each answer; `none` where there was none.
     thinking = [graded.thinking for graded in graded_answers]
     counts: dict[str, Any] = {
         **accuracy_metric(graded_answers),
