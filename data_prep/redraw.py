@@ -375,9 +375,10 @@ class _DiagramDrawing:
             normal = -normal
         # Half the text's size in the direction of the normal: half its width beside an upright
         # segment, half its height beside a level one.
-        half_width = self._text_width(text) / 2
-        half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
-        half_size = abs(normal.real) * half_width + abs(normal.imag) * half_height
+        width = self._text_width(text)
+        # Computed in this order, on which the last bit of a label's place depends.
+        half_height = abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
+        half_size = abs(normal.real) * width / 2 + half_height
         # The nearest to the segment come first, among these the nearest to its middle, and of two
         # that are equal the outer one. The gaps are shares of the picture.
         candidates = []

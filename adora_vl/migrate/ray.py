@@ -248,7 +248,11 @@ def convert_reward_function(
 
 
 def _convert_kl(migration: Migration) -> None:
-    """Convert the KL term of the loss, which TRL then weights no more than the other trainer."""
+    """Convert the KL term of the loss.
+
+    The other trainer does not multiply it by the ratio of new to old policy, so TRL must not
+    either (`use_bias_correction_kl`).
+    """
     has_kl = migration.get_mapped("USES_KL") and not migration.get("algorithm.disable_kl", False)
     coefficient = migration.get_mapped("KL_COEF")
     estimator = migration.get_mapped("KL_ESTIMATOR")

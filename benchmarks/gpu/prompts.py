@@ -301,8 +301,4 @@ class Subject:
 
 def _sharing_forced() -> AbstractContextManager[Any]:
     """Share prompts inside the block, also where the rule would choose separate rows."""
-    return (
-        mock.patch.object(packed_forward, "_is_worth_packing", lambda *_: True)
-        if hasattr(packed_forward, "_is_worth_packing")
-        else nullcontext()
-    )
+    return mock.patch.object(packed_forward, "_is_worth_packing", lambda *_: True)
