@@ -743,9 +743,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.run = run
         is_main = self.accelerator.is_main_process
         try:
+            final_checkpoint = self._checkpoint_of_finished_run()
+            if final_checkpoint is None:
+                self._refuse_second_training()
             if is_main:
                 print("\n".join(run.lines_before_start()), flush=True)
-            final_checkpoint = self._checkpoint_of_finished_run()
             if final_checkpoint is not None:
                 output = self._load_finished_run(final_checkpoint)
                 self.manifest = run.manifest()
@@ -767,6 +769,18 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         finally:
             run.folder.release()
 
+    def _refuse_second_training(self) -> None:
+        """Raise `UserError` if this trainer has trained before.
+
+        A step that was interrupted leaves parts of its generation behind, and a run that begins
+        would not begin with its model.
+        """
+        if self.manifest:
+            raise UserError(
+                "train: this trainer has trained before, and still has that training's weights and "
+                "rollouts; build a new one, whose train(resume_from_checkpoint=True) goes on"
+            )
+
     def _train_in_folder(
         self, trial: object, ignore_keys_for_eval: list[str] | None
     ) -> TrainOutput:
@@ -774,15 +788,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         If this run replaces an older run in the folder, the older run's files are moved aside
         first. The arguments are those of `train`.
-
-        Raises `UserError` if this trainer has trained before. A step that was interrupted leaves
-        parts of its generation behind, and a run that begins would not begin with its model.
         """
-        if self.manifest:
-            raise UserError(
-                "train: this trainer has trained before, and still has that training's weights and "
-                "rollouts; build a new one, whose train(resume_from_checkpoint=True) goes on"
-            )
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process

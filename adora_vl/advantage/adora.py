@@ -7,7 +7,7 @@ Attenuation lowers the weight of TDS groups, amplification raises that of TAS gr
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -133,11 +133,10 @@ class Adora(Method):
             )
 
     def idle_options(self) -> dict[str, str]:
-        if self.mode == "off":
-            option_names = [option_field.name for option_field in fields(self)]
-            option_names.remove("mode")
-            return dict.fromkeys(option_names, "mode: off")
         reasons: dict[str, str] = {}
+        if self.mode == "off":
+            # The criteria still decide what the log says of each group.
+            reasons |= dict.fromkeys(("factor", "steps", "assign"), "mode: off")
         if "difficulty" not in self.criteria:
             reasons |= dict.fromkeys(("tau", "needs_correct"), "criteria without difficulty")
         if "working" not in self.criteria:

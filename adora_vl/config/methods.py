@@ -18,7 +18,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group
 from adora_vl.advantage.adora import Adora
 from adora_vl.config.sharding import Sharding
 from adora_vl.utils.call_guards import OverdueError, deadline
-from adora_vl.utils.cli import to_json_types
+from adora_vl.utils.cli import to_json_types, yaml_line
 from adora_vl.utils.convert import convert, options_to_dict, refuse_unknown_options
 from adora_vl.utils.errors import UserError, describe_error, did_you_mean
 from adora_vl.utils.own_files import (
@@ -419,8 +419,11 @@ def _notes_on_idle_options(name: str, method: Method) -> list[str]:
         value = to_json_types(getattr(method, option_field.name))
         reason = reasons.get(option_field.name)
         if reason is not None and value != to_json_types(option_field.default):
+            if isinstance(value, tuple):
+                value = list(value)
             lines.append(
-                f"adora_method.{name}.{option_field.name}: {value} does nothing with {reason}"
+                f"adora_method.{name}.{option_field.name}: {yaml_line(value)} does nothing with "
+                f"{reason}"
             )
     return lines
 

@@ -80,7 +80,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     migration.key_map = _KEY_MAP
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
     convert_direct_keys(migration)
-    # `convert_direct_keys` reads verl's older key `warmup_style`, which verl takes where a config has both.
+    # The line above reads the older key `warmup_style`, which verl takes where a config has both.
     # Without it the newer key is read.
     if migration.mapped_name("lr_scheduler_type") not in migration.values:
         migration.copy_key("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")

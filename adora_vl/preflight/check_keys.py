@@ -92,8 +92,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
             f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"
         )
     if not config.use_vllm and not config.ds3_gather_for_generation:
-        # Every forward pass is then collective, and ranks may have problems with and without
-        # images: only some of them would call the vision tower.
+        # With ZeRO-3 every forward pass is then collective, and ranks may have problems with and
+        # without images: only some of them would call the vision tower.
         raise UserError(
             "ds3_gather_for_generation: false with eval_strategy: steps and use_vllm: false has no "
             "evaluations; leave it out, or set eval_strategy: no"

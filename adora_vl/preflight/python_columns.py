@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from datasets import Dataset, Image, IterableDataset, List, Value
 
 from adora_vl.preflight.python_inputs import arrow_tables, is_plain_table, row_names
@@ -106,12 +104,17 @@ def refuse_unusable_answers(
         _refuse_ungradable_answers(key, dataset)
 
 
+def _is_list_of_texts(choices: object) -> bool:
+    """Return whether a row's choices are what the graders take: a list of texts."""
+    return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+
+
 def _refuse_ungradable_answers(key: str, dataset: Dataset) -> None:
     """Raise `UserError` for the first row whose reference answer no answer could be equal to.
 
     `key`: the argument with the data set, for the error.
     """
-    usable = set[tuple[Any, tuple[str, ...] | None]]()
+    usable = set[str]()
     first_number = 0
     for table in arrow_tables(dataset, ["id", "answer", "choices"]):
         names = row_names(table, first_number)
@@ -119,10 +122,15 @@ def _refuse_ungradable_answers(key: str, dataset: Dataset) -> None:
         columns = table.to_pydict()
         choices_of_rows = columns.get("choices") or [None] * table.num_rows
         for name, answer, choices in zip(names, columns["answer"], choices_of_rows, strict=True):
-            reference = (answer, None if choices is None else tuple(choices))
+            # As text, since a faulty column may have lists, which no set can hold.
+            reference = f"{answer!r} {choices!r}"
             if reference in usable:
                 continue
-            fault = describe_reference_fault(*reference)
+            fault: str | None = "choices: write a list of texts"
+            if choices is None:
+                fault = describe_reference_fault(answer, choices=None)
+            elif _is_list_of_texts(choices):
+                fault = describe_reference_fault(answer, tuple(choices))
             if fault is not None:
                 raise UserError(
                     f"{key}: row {name}: answer {short_repr(answer)} cannot be graded against "

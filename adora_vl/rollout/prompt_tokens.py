@@ -23,6 +23,9 @@ _SETTINGS_OF_ANY_DECODING = {
     "eos_token_id",
     "suppress_tokens",
     "cache_implementation",
+    "cache_config",
+    "use_cache",
+    "prefill_chunk_size",
 }
 
 
@@ -95,7 +98,7 @@ def greedy_settings(sampling_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with which `transformers.generate` takes the likeliest tokens.
 
     What does not change their probabilities stays: the tokens that end an answer, the banned ones,
-    and the kind of the cache.
+    and the settings of the cache.
 
     `sampling_settings`: those of the run, TRL's `generation_kwargs`.
     """

@@ -62,12 +62,15 @@ def test_the_default_is_adora_by_its_own_keys():
         ("{}", []),
         ("{mode: 'off', factor: 0.1}", []),  # its default
         ("{mode: 'off', factor: 0.3}", ["factor: 0.3 does nothing with mode: off"]),
+        # The log still has what the criteria decide.
+        ("{mode: 'off', criteria: [difficulty], tau: 0.4}", []),
+        ("{mode: 'off', steps: [0, 30]}", ["steps: [0, 30] does nothing with mode: off"]),
         (
             "{needs_correct: true, tau: 0.4, combine: all}",
             [
                 "combine: all does nothing with one criterion",
                 "tau: 0.4 does nothing with criteria without difficulty",
-                "needs_correct: True does nothing with criteria without difficulty",
+                "needs_correct: true does nothing with criteria without difficulty",
             ],
         ),
         ("{no_figure: keep}", ["no_figure: keep does nothing with criteria without working"]),

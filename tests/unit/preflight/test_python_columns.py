@@ -142,9 +142,15 @@ def test_answers_that_a_reward_cannot_compare_with_are_refused_before_the_run():
     rewards = rewards_from_python("boxed_accuracy", Path())
     with pytest.raises(UserError, match="'boxed_accuracy' needs 'answer', which is no column of"):
         refuse_unusable_answers("train_dataset", rewards, rows_with("solution", "5"))
-    for answer, reason in ((5, "not_a_string"), (None, "not_a_string"), ("$5", "currency")):
+    faults = [
+        (5, "not_a_string"),
+        (["5"], "not_a_string"),
+        (None, "not_a_string"),
+        ("$5", "currency"),
+    ]
+    for answer, reason in faults:
         good_rows = [{"prompt": MESSAGES, "answer": "5"}] * 2
-        if isinstance(answer, int):
+        if isinstance(answer, (int, list)):  # a column has values of one type
             good_rows = []
         rows = Dataset.from_list([*good_rows, {"prompt": MESSAGES, "answer": answer}])
         line = f"^train_dataset: row {len(good_rows)}: answer .* cannot be graded against .{reason}"
