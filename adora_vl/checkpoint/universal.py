@@ -54,14 +54,29 @@ def refusing_pickled_code(checkpoint: Path | str) -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    stage_by_name = ZeroStageEnum.__members__
+
+    def zero_stage(enumeration: object, name: str) -> ZeroStageEnum:
+        """Return the stage of ZeRO that a pickle asks `getattr` for; refuse everything else."""
+        if enumeration is not ZeroStageEnum or name not in stage_by_name:
+            raise pickle.UnpicklingError("GLOBAL builtins.getattr is used for more than a stage")
+        return stage_by_name[name]
+
     values_before = {
         name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _ALSO_CODE_VARIABLE)
     }
     os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
     try:
-        with torch.serialization.safe_globals(
-            [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-        ):
+        allowed_globals = [
+            LossScaler,
+            DynamicLossScaler,
+            ZeroStageEnum,
+            fragment_address,
+            # Early versions of Python 3.11, such as Debian's 3.11.2, pickle a member of an
+            # enumeration as `getattr(ZeroStageEnum, "weights")`.
+            (zero_stage, "builtins.getattr"),
+        ]
+        with torch.serialization.safe_globals(allowed_globals):
             yield
     except pickle.UnpicklingError as error:
         # torch's error names the class or function that the pickle asks for.

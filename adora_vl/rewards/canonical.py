@@ -184,10 +184,11 @@ _STOCK_WORD = (
 )
 # A sentence of stock words around one formula in dollar signs, with or without a unit behind it:
 # `The area is $9$ cm.` Only a formula in `$$` may have line breaks. The pattern is unambiguous, so
-# that its time is linear in the length of the text.
+# that its time is linear in the length of the text. The words of the unit are an atomic group,
+# since early versions of Python 3.11, such as Debian's 3.11.2, match a group with `*+` wrongly.
 _SENTENCE_AROUND_FORMULA_PATTERN = re.compile(
     rf"\**{_STOCK_WORD}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
-    rf"(?P<unit>(?:(?!{_STOCK_WORD})[^\s$]++)?(?:\s++(?!{_STOCK_WORD})[^\s$]++)*+)\s*{_STOCK_WORD}*\.?"
+    rf"(?P<unit>(?:(?!{_STOCK_WORD})[^\s$]++)?(?>(?:\s++(?!{_STOCK_WORD})[^\s$]++)*))\s*{_STOCK_WORD}*\.?"
 )
 
 # `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the

@@ -245,6 +245,32 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
     assert loaded["loss_scaler"].cur_scale == 4.0
 
 
+class AskForAttribute:
+    """Is pickled as a call of `getattr`, as early versions of Python 3.11 pickle enumerations."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._arguments = (owner, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self._arguments
+
+
+def test_a_stage_that_an_early_python_3_11_has_pickled_is_read_and_no_other_attribute(tmp_path):
+    """Debian's Python 3.11.2 pickles `ZeroStageEnum(3)` as `getattr(ZeroStageEnum, "weights")`."""
+    torch.save({"stage": AskForAttribute(ZeroStageEnum, "weights")}, tmp_path / "states.pt")
+    with refusing_pickled_code(tmp_path):
+        loaded = torch.load(tmp_path / "states.pt", weights_only=False)
+    assert loaded["stage"] is ZeroStageEnum(3)
+
+    for owner, name in ((ZeroStageEnum, "__members__"), (LossScaler, "backward")):
+        torch.save({"stage": AskForAttribute(owner, name)}, tmp_path / "states.pt")
+        with (
+            pytest.raises(UserError, match=r"asks for builtins\.getattr, which no run has written"),
+            refusing_pickled_code(tmp_path),
+        ):
+            torch.load(tmp_path / "states.pt", weights_only=False)
+
+
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
     """After a universal checkpoint each parameter group has its own Adam step and weight decay.
 
