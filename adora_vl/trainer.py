@@ -59,6 +59,7 @@ from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
 from adora_vl.preflight.python_inputs import AnyDatasets, Datasets
 from adora_vl.preflight.request import (
+    ModelSource,
     RunRequest,
     copy_or_default_config,
     model_source,
@@ -182,16 +183,26 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
-            run = self._check_run(
-                copy_or_default_config(args, model),
-                model=model,
+            config = copy_or_default_config(args, model)
+            refuse_unsupported_arguments(
+                train_dataset,
+                reward_funcs=reward_funcs,
+                rollout_func=rollout_func,
+                has_environments=bool(environment_factory or config.environment_factory),
+            )
+            source = model_source(
+                model,
+                config=config,
                 processor=processing_class,
                 peft_config=peft_config,
                 quantization_config=quantization_config,
+            )
+            run = self._check_run(
+                config,
+                source=source,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 rewards=reward_funcs,
-                rollout_func=rollout_func,
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
@@ -220,40 +231,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.parts = self._build_parts(clock)
         self._replace_callbacks()
 
-    def _check_run(  # noqa: PLR0913  # the parameters of the trainer
+    def _check_run(
         self,
         config: AdoraGRPOConfig,
-        *,
-        model: str | PreTrainedModel,
-        processor: ProcessorMixin | None,
-        peft_config: object,
-        quantization_config: object,
+        source: ModelSource,
         train_dataset: Dataset | IterableDataset | None,
         eval_dataset: AnyDatasets | None,
         rewards: object,
-        rollout_func: object,
         tools: Sequence[str | Callable[..., Any]],
         environment_factory: Callable[[], object] | None,
     ) -> ResolvedRun:
         """Make all checks of a run from Python, before its weights are loaded.
 
-        The arguments are those of the trainer. If `train_dataset` is None, the prompts are empty,
-        and the `reset` of each environment says its problem. Raises `UserError`, in one line, for
-        what cannot work.
+        The arguments are those of a `RunRequest`. If `train_dataset` is None, the prompts are
+        empty, and the `reset` of each environment says its problem. Raises `UserError`, in one
+        line, for what cannot work.
         """
-        refuse_unsupported_arguments(
-            train_dataset,
-            reward_funcs=rewards,
-            rollout_func=rollout_func,
-            has_environments=bool(environment_factory or config.environment_factory),
-        )
-        source = model_source(
-            model,
-            config=config,
-            processor=processor,
-            peft_config=peft_config,
-            quantization_config=quantization_config,
-        )
         if config.use_vllm:
             # Only a run without an engine samples by this method.
             _refuse_override(type(self), "_generate_single_turn", remedy="set use_vllm: false")

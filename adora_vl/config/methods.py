@@ -419,7 +419,7 @@ def _notes_on_idle_options(name: str, method: Method) -> list[str]:
         value = to_json_types(getattr(method, option_field.name))
         reason = reasons.get(option_field.name)
         if reason is not None and value != to_json_types(option_field.default):
-            if isinstance(value, tuple):
+            if isinstance(value, tuple):  # YAML has lists alone
                 value = list(value)
             lines.append(
                 f"adora_method.{name}.{option_field.name}: {yaml_line(value)} does nothing with "

@@ -343,8 +343,9 @@ def _check_pixel_limits(processor: ProcessorMixin | None) -> None:
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is not None and pixel_limits(image_processor) is None:
         raise UserError(
-            f"eval_strategy: steps with a {type(image_processor).__name__}, which has no limits in "
-            "pixels, has no evaluators; give the trainer an eval_dataset, or set eval_strategy: no"
+            f"eval_strategy: steps needs an image processor with limits in pixels, and "
+            f"{type(image_processor).__name__} has none; give the trainer an eval_dataset, or set "
+            "eval_strategy: no"
         )
 
 

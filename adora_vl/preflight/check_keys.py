@@ -95,8 +95,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
         # With ZeRO-3 every forward pass is then collective, and ranks may have problems with and
         # without images: only some of them would call the vision tower.
         raise UserError(
-            "ds3_gather_for_generation: false with eval_strategy: steps and use_vllm: false has no "
-            "evaluations; leave it out, or set eval_strategy: no"
+            "ds3_gather_for_generation: false with eval_strategy: steps needs use_vllm: true; leave "
+            "it out, or set eval_strategy: no"
         )
     # Transformers replaces null by logging_steps, which may be a share of the run.
     if not steps or steps != int(steps):

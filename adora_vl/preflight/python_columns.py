@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from datasets import Dataset, Image, IterableDataset, List, Value
+from tqdm import tqdm
 
 from adora_vl.preflight.python_inputs import arrow_tables, is_plain_table, row_names
 from adora_vl.rewards.choose import RewardSet
@@ -13,6 +17,7 @@ from adora_vl.utils.errors import UserError
 # The rewards of ours that compare with the column `answer`. The last two are for puzzles, whose
 # answers are not graded as mathematics.
 _REWARDS_WITH_ANSWER = (*PRESETS, "knights", "knights_logic_rl")
+_BAR_DELAY_S = 2.0  # after which a progress bar is shown
 
 
 def refuse_undecoded_columns(key: str, dataset: Dataset | IterableDataset) -> None:
@@ -109,31 +114,45 @@ def _is_list_of_texts(choices: object) -> bool:
     return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
 
 
-def _refuse_ungradable_answers(key: str, dataset: Dataset) -> None:
-    """Raise `UserError` for the first row whose reference answer no answer could be equal to.
-
-    `key`: the argument with the data set, for the error.
-    """
-    usable = set[str]()
+def _references(dataset: Dataset) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield of each row its name for messages, its `answer`, and its `choices` or None."""
     first_number = 0
     for table in arrow_tables(dataset, ["id", "answer", "choices"]):
         names = row_names(table, first_number)
         first_number += table.num_rows
         columns = table.to_pydict()
         choices_of_rows = columns.get("choices") or [None] * table.num_rows
-        for name, answer, choices in zip(names, columns["answer"], choices_of_rows, strict=True):
-            # As text, since a faulty column may have lists, which no set can hold.
-            reference = f"{answer!r} {choices!r}"
-            if reference in usable:
-                continue
-            fault: str | None = "choices: write a list of texts"
-            if choices is None:
-                fault = describe_reference_fault(answer, choices=None)
-            elif _is_list_of_texts(choices):
-                fault = describe_reference_fault(answer, tuple(choices))
-            if fault is not None:
-                raise UserError(
-                    f"{key}: row {name}: answer {short_repr(answer)} cannot be graded against "
-                    f"({fault}); write it as docs/rewards.md#forms-of-answers says"
-                )
-            usable.add(reference)
+        yield from zip(names, columns["answer"], choices_of_rows, strict=True)
+
+
+def _refuse_ungradable_answers(key: str, dataset: Dataset) -> None:
+    """Raise `UserError` for the first row whose reference answer no answer could be equal to.
+
+    `key`: the argument with the data set, for the error.
+    """
+    usable = set[str]()
+    # An answer takes half a millisecond. With `disable=None` the bar is for a terminal alone.
+    bar = tqdm(
+        _references(dataset),
+        desc="reference answers",
+        total=len(dataset),
+        unit="row",
+        delay=_BAR_DELAY_S,
+        disable=None,
+    )
+    for name, answer, choices in bar:
+        # As text, since a faulty column may have lists, which no set can hold.
+        reference = f"{answer!r} {choices!r}"
+        if reference in usable:
+            continue
+        fault: str | None = "choices: write a list of texts"
+        if choices is None:
+            fault = describe_reference_fault(answer, choices=None)
+        elif _is_list_of_texts(choices):
+            fault = describe_reference_fault(answer, tuple(choices))
+        if fault is not None:
+            raise UserError(
+                f"{key}: row {name}: answer {short_repr(answer)} cannot be graded against "
+                f"({fault}); write it as docs/rewards.md#forms-of-answers says"
+            )
+        usable.add(reference)

@@ -24,7 +24,7 @@ from adora_vl.utils.errors import engine_call
 
 # arguments of vLLM's `SamplingParams`; None: those of the run
 SamplingSettings = Mapping[str, Any]
-# returns the token ids that the policy samples after each prompt, at most a number of them
+# takes prompts and the largest number of tokens, and returns the tokens sampled after each prompt
 Generate = Callable[[PromptBatch, int], list[list[int]]]
 
 

@@ -101,7 +101,9 @@ class ChatProcessor:
         self._effective_limits = _combine_limits(model_limits or {}, user_limits)
         self.pixel_limits = self._effective_limits if user_limits else {}
         # A model without images has a tokenizer in place of a processor.
-        self.tokenizer: Any = self.processor if self.text_only else self.processor.tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = (
+            self.processor if self.text_only else self.processor.tokenizer
+        )
         # The prompts of a batch end together, so that generation begins at one position.
         self.tokenizer.padding_side = "left"
         # Tokens that an answer cannot have, such as the placeholder of an image.

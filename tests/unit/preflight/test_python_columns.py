@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, Image, IterableDataset, List
@@ -10,6 +11,7 @@ from PIL import Image as PILImage
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.data.dataloader import with_upright_rgb_images
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.preflight.check_data import _check_pixel_limits
 from adora_vl.preflight.python_columns import refuse_undecoded_columns, refuse_unusable_answers
 from adora_vl.preflight.python_inputs import rewards_from_python
 from adora_vl.utils.errors import UserError
@@ -170,6 +172,14 @@ def test_answers_are_compared_with_the_choices_of_their_row():
     refuse_unusable_answers("train_dataset", rewards, rows)
 
 
+def test_choices_that_are_no_texts_are_refused():
+    """A grader compares an answer with the texts of the choices."""
+    rewards = rewards_from_python("accuracy", Path())
+    rows = Dataset.from_list([{"prompt": MESSAGES, "answer": "B", "choices": [["1"], ["2"]]}])
+    with pytest.raises(UserError, match="^train_dataset: row 0: .*choices: write a list of texts"):
+        refuse_unusable_answers("train_dataset", rewards, rows)
+
+
 def test_a_reward_of_the_user_s_needs_no_answers():
     def accuracy(completions, **kwargs):
         return [0.0] * len(completions)
@@ -177,3 +187,13 @@ def test_a_reward_of_the_user_s_needs_no_answers():
     refuse_unusable_answers(
         "train_dataset", rewards_from_python(accuracy, Path()), rows_with("solution", 5)
     )
+
+
+def test_an_evaluation_needs_a_processor_whose_image_tokens_can_be_counted():
+    """Else the first evaluation on the way would end a run that has begun."""
+    with_limits = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": 12544})
+    with_sides = SimpleNamespace(size={"height": 336, "width": 336})
+    for image_processor in (None, with_limits):  # a text model has none
+        _check_pixel_limits(SimpleNamespace(image_processor=image_processor))
+    with pytest.raises(UserError, match="needs an image processor with limits in pixels"):
+        _check_pixel_limits(SimpleNamespace(image_processor=with_sides))
