@@ -1,6 +1,7 @@
 """A training command whose output nobody reads any more."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -26,9 +27,12 @@ def test_a_training_whose_pipe_is_closed_goes_on_and_writes_its_files(tmp_path):
         num_generations=4,
         logging_steps=1,
     )
+    # With this variable Python would write each line at once, whatever the run does.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [sys.executable, "-m", "adora_vl.train", *arguments],
         cwd=REPOSITORY,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,7 @@
 """What commands do when nobody reads what they print: a training goes on, others end quietly."""
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,13 @@ for number in range(3):
     print("not read", flush=True)
     sys.stderr.write("an error line\\n")
 print("the end", file=sys.stderr)
+"""
+PRINT_AND_WAIT = """
+import sys
+from adora_vl.utils.outputs import ignore_closed_outputs
+ignore_closed_outputs()
+print("step 1")
+sys.stdin.read()
 """
 PRINT_ONCE = """
 import sys
@@ -51,6 +59,22 @@ def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> End
         check=False,
     )
     return Ended(process.returncode, process.stderr)
+
+
+def test_a_line_of_a_training_reaches_a_pipe_at_once():
+    """Who follows a run with `train | tee run.log` sees each line when it is printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINT_AND_WAIT],
+        env={"PATH": os.defpath, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        outputs_to_read, _, _ = select.select([process.stdout], [], [], 60)
+        assert outputs_to_read, "nothing came while the process was running"
+        assert process.stdout.readline() == b"step 1\n"
+    finally:
+        process.communicate()
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
