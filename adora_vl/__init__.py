@@ -36,11 +36,17 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'adora_vl' has no attribute {name!r}")
-    from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
+    from adora_vl.utils.launch import (
+        prepare_engine_environment,
+        use_expandable_segments,
+        without_garbage_collection,
+    )
 
     prepare_engine_environment()  # before the import: vLLM reads its environment there
     use_expandable_segments()
-    return getattr(import_module(_MODULE_BY_NAME[name]), name)
+    with without_garbage_collection():
+        module = import_module(_MODULE_BY_NAME[name])
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

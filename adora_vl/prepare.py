@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
+from adora_vl.utils.launch import (
+    prepare_engine_environment,
+    use_expandable_segments,
+    without_garbage_collection,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
@@ -21,9 +25,10 @@ def prepare(cli_args: CliArgs, output_dir_mode: OutputDirMode = "lock") -> Resol
     """
     prepare_engine_environment()
     use_expandable_segments()
-    from adora_vl.config.run_context import RunContext
-    from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import run_checks
+    with without_garbage_collection():
+        from adora_vl.config.run_context import RunContext
+        from adora_vl.preflight.request import request_from_command
+        from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
     context = RunContext.of_launch(request.config, output_dir_mode=output_dir_mode)
@@ -40,11 +45,12 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     check refuses.
     """
     prepare_engine_environment()
-    from adora_vl.config.dry_run_options import planned_sharding
-    from adora_vl.config.run_context import RunContext
-    from adora_vl.config.schema import key_that_needs_missing_gpu
-    from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import run_checks
+    with without_garbage_collection():
+        from adora_vl.config.dry_run_options import planned_sharding
+        from adora_vl.config.run_context import RunContext
+        from adora_vl.config.schema import key_that_needs_missing_gpu
+        from adora_vl.preflight.request import request_from_command
+        from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(
         cli_args,

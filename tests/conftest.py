@@ -1,5 +1,6 @@
 """Where the real data lies, and a small environment for every test."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -48,6 +49,17 @@ def geometry3k_raw() -> Path:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Models and datasets that are made on the way go into a folder of this test run."""
     os.environ["ADORA_VL_HOME"] = str(tmp_path_factory.mktemp("adora_vl_home"))
+
+
+# The libraries are some 700,000 objects that live to the end. Python would look through all of them
+# again and again while they are imported, and in every test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, among what the tests make and not among the libraries."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

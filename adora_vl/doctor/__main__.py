@@ -31,6 +31,7 @@ from adora_vl.utils.launch import (
     has_vllm_cpu_build,
     prepare_engine_environment,
     use_expandable_segments,
+    without_garbage_collection,
 )
 
 if TYPE_CHECKING:
@@ -101,9 +102,10 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     if not is_healthy(checks):
         # The next imports may fail with other versions of the libraries.
         return checks
-    from adora_vl.config.run_context import RunContext
-    from adora_vl.preflight.request import request_from_command
-    from adora_vl.preflight.run_checks import run_checks
+    with without_garbage_collection():
+        from adora_vl.config.run_context import RunContext
+        from adora_vl.preflight.request import request_from_command
+        from adora_vl.preflight.run_checks import run_checks
 
     request = request_from_command(cli_args)
     context = RunContext.of_launch(request.config, output_dir_mode="inspect")

@@ -17,7 +17,7 @@ from tests.support.paths import REPOSITORY
 # Processes of Python are forked from one that has the libraries, whose import takes longer than
 # most runs.
 _FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(["adora_vl.trainer"])
+_FORK_SERVER.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def cli_arguments(**keys: object) -> list[str]:

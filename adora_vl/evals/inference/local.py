@@ -256,12 +256,13 @@ class VLLMEngine(LocalEngine):
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
         from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, machine_options
-        from adora_vl.utils.launch import prepare_engine_environment
+        from adora_vl.utils.launch import prepare_engine_environment, without_garbage_collection
         from adora_vl.utils.open_files import check_open_files
 
         check_open_files()
         prepare_engine_environment()  # before the import: vLLM reads its environment there
-        from adora_vl.rollout.llm import PolicyLLM
+        with without_garbage_collection():
+            from adora_vl.rollout.llm import PolicyLLM
 
         chat = ChatProcessor.from_settings(settings)
         chat.check_vllm(settings.model, settings.dtype)
