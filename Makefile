@@ -3,7 +3,8 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON_BIN := .venv/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+# Tests start many processes, each of which would compile our code where no bytecode may be written.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 DEMO := runs/demo
 INSTALLS := setup/install.sh setup/build-tools.txt setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
 

@@ -52,6 +52,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
 
 
+@pytest.mark.slow
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     """A run that goes on from an earlier checkpoint draws the same dropout again.
 

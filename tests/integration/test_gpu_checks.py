@@ -15,6 +15,7 @@ from tests.support.gpu_checks import (
     check_named,
     run_check_on_cpu,
 )
+from tests.support.launch import popen_of_fork_server
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +54,10 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
 
 
 @pytest.mark.parametrize("name", CHECKS_IN_OWN_PROCESS)
-def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
+def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypatch):
     """What DeepSpeed has compiled for other tests is used, which would take most of a minute."""
+    # Its own process is forked from one that has the libraries already.
+    monkeypatch.setattr("subprocess.Popen", popen_of_fork_server)
     check = replace(check_named(name), limit=580)
     lines = checks.run(check, "small", Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     assert_no_failure(list(lines))

@@ -35,6 +35,7 @@ def run_with_all_recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_tiny_run(tmp_path_factory.mktemp("recompute") / "all", **RECOMPUTE_KEYS)
 
 
+@pytest.mark.slow
 def test_the_default_changes_nothing_on_a_cpu(run_with_all_recomputed):
     """No step logs a number of recomputed layers, which means that all were."""
     assert read_recomputed_layers(run_with_all_recomputed) == [None] * 4

@@ -72,8 +72,8 @@ PAUSED_ANSWERS = (
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(("cpu", "16"), id="one process", marks=pytest.mark.core),
-        pytest.param(("cpu_zero3", "6", "--mixed"), id="two, ZeRO-3", marks=pytest.mark.core),
+        pytest.param(("cpu", "16"), id="one process"),
+        pytest.param(("cpu_zero3", "6", "--mixed"), id="two, ZeRO-3"),
         pytest.param(("cpu", "16", *PAUSED_ANSWERS), id="paused within turns"),
     ],
 )

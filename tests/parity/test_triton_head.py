@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.core
 # Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9,
 # as in TRL's tiles.
 LOGP_AND_GRADIENT_BOUNDS = {"float32": (1e-7, 5e-7), "bfloat16": (1e-3, 8e-3)}
@@ -42,6 +41,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_gpu_are_as_float64(subtests):
     """The kernels run line by line; what a GPU's compiler makes of them is not shown."""
     pytest.importorskip(

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.launch import free_port
+from tests.support.launch import PythonProcess
 
 
 class RunningVLLMServer:
@@ -29,10 +28,9 @@ class RunningVLLMServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> PythonProcess:
         """Start vLLM's command with the server's log, and return the process."""
         argv = [
-            sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
             "--port",
@@ -61,10 +59,7 @@ class RunningVLLMServer:
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         env = {**os.environ, **quiet, **switches, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                argv, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
+        return PythonProcess(argv, env, stdout=self._log, stderr=self._log, starts_session=True)
 
     def wait(self, seconds: float = 400) -> None:
         """Wait until the server answers.

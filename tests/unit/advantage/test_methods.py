@@ -580,6 +580,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Two processes that gather half of the rewards each compute the advantages of one process.
 

@@ -40,6 +40,7 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", RECIPE_BY_TINY_MODEL)
 def test_building_twice_gives_the_same_bytes(start, tmp_path):
     for name in ("a", "b"):

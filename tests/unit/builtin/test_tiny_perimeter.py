@@ -67,6 +67,7 @@ def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
         assert 2 * max(problem.sides) < perimeter, "the sides close to a figure"
 
 
+@pytest.mark.slow
 def test_no_side_tells_the_kinds_apart():
     """Each side has the same distribution in both kinds, up to chance."""
     problems = draw_problems(4000)
@@ -122,6 +123,7 @@ def test_workings_of_one_problem_differ_in_length_by_wording():
     assert max(lengths) < 58, "an answer and its end fit into the demo's 60 tokens"
 
 
+@pytest.mark.slow
 def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works():
     plan = PerimeterStart()
     rng = random.Random(1)

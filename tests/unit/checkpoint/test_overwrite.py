@@ -609,6 +609,7 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     assert folder_contents(died_run) == contents, "a start of a finished run changes nothing"
 
 
+@pytest.mark.slow
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
     """A run is refused while another process holds the lock of its folder, and can lock it after.
 

@@ -254,6 +254,7 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
         assert launch.split() == LAUNCHES[trainer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
     """The command that `migrate` prints last, for a published example, is a dry run with a verdict.
@@ -278,6 +279,7 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
     assert not [line for line in captured.err.splitlines() if line.startswith("error")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", SMALL)
 def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
     """A published example trains the tiny model for two steps after its migration.

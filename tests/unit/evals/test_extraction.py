@@ -49,6 +49,7 @@ def test_an_answer_is_found_in_a_response() -> None:
     assert failing == []
 
 
+@pytest.mark.slow
 def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
     """A response that repeats a piece is read in less than 5 seconds.
 

@@ -14,6 +14,7 @@ from adora_vl.utils.errors import UserError
 from tests.support.paths import REPOSITORY
 
 
+@pytest.mark.slow
 def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None:
     """Benchmarks are found from a folder with an `eval.py` and a `data_prep.py`, which do not run.
 

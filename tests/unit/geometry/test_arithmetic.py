@@ -59,6 +59,7 @@ def draw_problems(count: int) -> list[tuple[str, float]]:
     return problems
 
 
+@pytest.mark.slow
 def test_a_length_in_words_is_what_python_computes() -> None:
     """A length has to be positive, and is kept between 1e-3 and 1e4."""
     problems = [(words, value) for words, value in draw_problems(400) if 1e-3 < value < 1e4]

@@ -88,6 +88,7 @@ def count_steps(claims: list[CheckedClaim]) -> int:
 # -------------------------------------------------------------------------------- measured on texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["published_claims_2", "published_claims", "written_claims", "new_claims"]
 )
@@ -527,6 +528,7 @@ def test_a_claim_stands_where_it_was_said() -> None:
 # ------------------------------------------------------------------------------------------- bounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -549,6 +551,7 @@ def test_no_text_raises_or_takes_long(text: str) -> None:
     assert len(claims) <= MAX_CLAIMS
 
 
+@pytest.mark.slow
 def test_random_texts_raise_nothing() -> None:
     """400 texts of the grammar's words and 200 of random characters are read without an error."""
     checked_figure = checked_figure_from(CIRCLE_FACTS)

@@ -149,6 +149,7 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
     tmp_path, capsys, monkeypatch
 ):

@@ -29,6 +29,7 @@ SMALL_LORA_KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(family):
     """Neither the vision tower, the projector nor the output head has an adapter."""

@@ -108,6 +108,7 @@ def with_utilization(setup: MemorySetup, utilization: float) -> MemorySetup:
     return replace(setup, engine=replace(setup.engine, utilization=utilization))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACCELERATE_CONFIG_AND_GB_BY_RECIPE)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     """A recipe's share is at most what the dry run proposes, and at most 0.05 less."""
@@ -196,6 +197,7 @@ def test_without_room_or_without_an_engine_nothing_is_proposed():
     assert best_vllm_utilization(replace(plan.setup, on_gpu=False), plan.gpu_bytes) is None
 
 
+@pytest.mark.slow
 def test_the_dry_run_names_the_share_only_where_it_helps():
     """A better share for the engine is printed if the recipe's is too low or does not fit.
 

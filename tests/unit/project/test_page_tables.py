@@ -270,6 +270,7 @@ def test_every_table_of_figures_is_compared():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", TABLE_HEADS_BY_CHECK)
 def test_a_cheap_part_is_what_the_command_prints(check, tmp_path, monkeypatch):
     """Each check gets the rows of its tables, and compares those that take seconds."""

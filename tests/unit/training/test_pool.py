@@ -601,6 +601,7 @@ def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
     assert mean_count > 0.95 * GROUPS_PER_GENERATION, "hardly a slot is free"
 
 
+@pytest.mark.slow
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
     """A run that is killed and resumed again and again equals an uninterrupted one to the bit.
 

@@ -93,6 +93,7 @@ def changes_of_others(tree: ast.Module) -> Iterator[str]:
             yield "mock"
 
 
+@pytest.mark.slow
 def test_no_library_is_changed_anywhere_else():
     """Outside of compat.py, only the files named above set attributes of other objects."""
     changes = {path: {*changes_of_others(tree)} for path, tree in parsed_sources()}

@@ -44,6 +44,7 @@ OUR_ALLOCATOR_SETTING = "expandable_segments:True"
 USERS_ALLOCATOR_SETTING = "max_split_size_mb:64"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare_code", "variables", "expected"),
     [

@@ -525,6 +525,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
     six_problems, tmp_path, start_server
 ):
