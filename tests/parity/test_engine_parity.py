@@ -187,7 +187,6 @@ def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
     assert_parity(run_parity(tmp_path, "cpu", *LONG_PROMPTS))
 
 
-@pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     """Syncs leave out frozen tensors, and both ranks get the weights of the whole group."""
     # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is

@@ -181,6 +181,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     ), "by the base that it was trained on"
 
 
+@pytest.mark.slow
 def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(adora_home, tmp_path):
     """A run of two steps and one that was resumed after the first have the same adapter."""
     new_adapter_keys = {

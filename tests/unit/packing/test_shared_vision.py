@@ -340,6 +340,7 @@ def one_of_two(rank: int, port: int) -> None:
 FAMILIES_IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     """Every gradient, also of the vision tower, is the mean over both processes.
 

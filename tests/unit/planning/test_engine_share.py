@@ -121,6 +121,7 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     assert utilization - 0.05 <= engine.utilization <= utilization
 
 
+@pytest.mark.slow
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     """No recipe has the warning on updates lost to bfloat16; with `--dtype bfloat16` one has it.
 
