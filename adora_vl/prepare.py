@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.launch import (
+    imports_of_a_command,
     prepare_engine_environment,
     use_expandable_segments,
-    without_garbage_collection,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def prepare(cli_args: CliArgs, output_dir_mode: OutputDirMode = "lock") -> Resol
     """
     prepare_engine_environment()
     use_expandable_segments()
-    with without_garbage_collection():
+    with imports_of_a_command():
         from adora_vl.config.run_context import RunContext
         from adora_vl.preflight.request import request_from_command
         from adora_vl.preflight.run_checks import run_checks
@@ -45,7 +45,7 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     check refuses.
     """
     prepare_engine_environment()
-    with without_garbage_collection():
+    with imports_of_a_command():
         from adora_vl.config.dry_run_options import planned_sharding
         from adora_vl.config.run_context import RunContext
         from adora_vl.config.schema import key_that_needs_missing_gpu

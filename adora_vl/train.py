@@ -34,7 +34,7 @@ from adora_vl.utils.launch import (
     StartupLog,
     end_with_launcher,
     exit_without_finalization,
-    without_garbage_collection,
+    imports_of_a_command,
 )
 from adora_vl.utils.open_files import open_files_message
 from adora_vl.utils.outputs import ignore_closed_outputs
@@ -58,7 +58,7 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
 
     `run`: a run that has passed all checks, with its config, data and rewards.
     """
-    with without_garbage_collection():
+    with imports_of_a_command():
         from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config

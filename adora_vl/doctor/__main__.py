@@ -29,9 +29,9 @@ from adora_vl.utils.files import check_json_output, naming_write_errors, replace
 from adora_vl.utils.launch import (
     exit_without_finalization,
     has_vllm_cpu_build,
+    imports_of_a_command,
     prepare_engine_environment,
     use_expandable_segments,
-    without_garbage_collection,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     if not is_healthy(checks):
         # The next imports may fail with other versions of the libraries.
         return checks
-    with without_garbage_collection():
+    with imports_of_a_command():
         from adora_vl.config.run_context import RunContext
         from adora_vl.preflight.request import request_from_command
         from adora_vl.preflight.run_checks import run_checks

@@ -1,6 +1,6 @@
 """What a process has imported from which tests fork commands."""
 
-from adora_vl.utils.launch import without_garbage_collection
+from adora_vl.utils.launch import imports_of_a_command
 
-with without_garbage_collection():
+with imports_of_a_command():
     import adora_vl.trainer  # noqa: F401

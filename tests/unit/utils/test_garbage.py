@@ -1,11 +1,11 @@
-"""Imports of large libraries, during and after which nobody looks for garbage in them."""
+"""Imports of large libraries, while and after which nobody looks for garbage in them."""
 
 import gc
 import weakref
 
 import pytest
 
-from adora_vl.utils.launch import without_garbage_collection
+from adora_vl.utils.launch import imports_of_a_command, without_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -22,26 +22,37 @@ class Node:
         self.itself = self
 
 
-def test_objects_of_an_import_are_not_searched_for_garbage_any_more():
+def test_objects_of_a_commands_imports_are_not_searched_for_garbage_any_more():
     gc.unfreeze()
-    with without_garbage_collection():
+    with imports_of_a_command():
         assert not gc.isenabled()
         imported = Node()
     assert gc.isenabled()
     assert not any(thing is imported for thing in gc.get_objects())
 
 
-def test_what_was_garbage_before_an_import_is_deleted():
-    """A model that a notebook has dropped does not keep its memory for ever."""
+def test_what_was_garbage_before_the_imports_of_a_command_is_deleted():
     dropped = weakref.ref(Node())
-    with without_garbage_collection():
+    with imports_of_a_command():
         assert dropped() is None
 
 
-def test_what_becomes_garbage_after_an_import_is_deleted():
-    with without_garbage_collection():
+def test_what_becomes_garbage_after_the_imports_of_a_command_is_deleted():
+    with imports_of_a_command():
         pass
     dropped = weakref.ref(Node())
+    gc.collect()
+    assert dropped() is None
+
+
+def test_a_model_that_a_notebook_drops_after_an_import_is_deleted():
+    """Objects that are there when our package is imported are not kept in a user's process."""
+    model = Node()
+    dropped = weakref.ref(model)
+    import adora_vl
+
+    assert adora_vl.AdoraGRPOConfig is not None
+    del model
     gc.collect()
     assert dropped() is None
 
