@@ -9,13 +9,13 @@ import pytest
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.table import CheckResult
+from tests.support.forked_python import popen_of_fork_server
 from tests.support.gpu_checks import (
     CHECKS_FOR_A_GPU_ENGINE,
     assert_no_failure,
     check_named,
     run_check_on_cpu,
 )
-from tests.support.launch import popen_of_fork_server
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.launch import free_port
-from tests.support.launch import PythonProcess
+from tests.support.forked_python import PythonProcess
 
 
 class RunningVLLMServer:
