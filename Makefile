@@ -19,13 +19,13 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 demo: .venv/.installed ## the main job at a small size: draw problems, train GRPO and ADORA, evaluate before and after (2 to 10 minutes)
 	@bash setup/demo.sh $(DEMO)
 
-test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (under 10 minutes)
+test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (about 10 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start. In the order of the folders: the files with engines come first, and quick ones fill the gaps at the end.
 	@# Coverage is not measured here: it takes up to half as long again.
 	$(PYTEST) --no-loadscope-reorder -m "not slow or core"
 
-test-rest: .venv/.installed ## every other test: all engines, families, faults, stops, fuzz (15 to 25 minutes)
+test-rest: .venv/.installed ## every other test: all engines, families, faults, stops, fuzz (about 45 minutes)
 	$(PYTEST) --no-loadscope-reorder -m "slow and not core"
 
 test-all: test test-rest ## every test
