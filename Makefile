@@ -25,7 +25,7 @@ test: lint ## what to run before a commit: lint, types, the quick tests, and tho
 	@# Coverage is not measured here: it takes up to half as long again.
 	$(PYTEST) --no-loadscope-reorder -m "not slow or core"
 
-test-rest: .venv/.installed ## every other test: all engines, families, faults, stops, fuzz (about 45 minutes)
+test-rest: .venv/.installed ## every other test: all engines, families, faults, stops, fuzz (about 55 minutes)
 	$(PYTEST) --no-loadscope-reorder -m "slow and not core"
 
 test-all: test test-rest ## every test
