@@ -82,7 +82,7 @@ def without_garbage_collection() -> Iterator[None]:
     """Import large libraries in this block without looking for garbage meanwhile.
 
     torch, TRL and vLLM create some 700,000 objects that live to the end of the process. Python
-    would look through all of them again and again while they become more, which takes a fifth of
+    would look through all of them again and again while they become more, which takes a quarter of
     the time of the imports.
     """
     was_enabled = gc.isenabled()
@@ -98,8 +98,8 @@ def without_garbage_collection() -> Iterator[None]:
 def imports_of_a_command() -> Iterator[None]:
     """Import large libraries in this block, and never look for garbage in them.
 
-    This is for a command of ours, whose process has no objects yet that should be deleted later. In
-    a notebook a model would be kept for ever that is there now and is dropped after the imports.
+    This is for the process of a command of ours. In a notebook a model that is there at the import
+    would be kept for ever, also after the user has dropped it.
     """
     # What is garbage already is not kept.
     gc.collect()

@@ -127,8 +127,8 @@ def _writes_to(stream: TextIO, descriptor: int) -> bool:
 def _lossy_stream(stream: TextIO, descriptor: int) -> TextIO:
     """Return a text stream with the encoding of `stream`, whose writes never raise.
 
-    It writes each line at once. Python would keep the lines of a pipe until there are 8 KB, and
-    who follows a run with `train | tee run.log` would see its steps minutes late.
+    It writes each line at once. Python would keep the lines for a pipe until there are 8 KB, and
+    `train | tee run.log` would show steps minutes late.
 
     `descriptor`: what it writes to, 1 or 2.
     """

@@ -1,4 +1,4 @@
-"""What a process has imported from which tests fork commands."""
+"""Imports of the process from which tests fork commands."""
 
 from adora_vl.utils.launch import imports_of_a_command
 

@@ -522,7 +522,6 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
             assert "quesiton, a" in error
 
 
-@pytest.mark.slow
 def test_very_many_columns_are_read_past(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
@@ -622,7 +621,6 @@ any_json_value = st.recursive(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=SUPPRESSED_HEALTH_CHECKS)
 @given(
     record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", any_json_value)),

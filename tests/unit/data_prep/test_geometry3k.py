@@ -101,7 +101,6 @@ FORM_RECORD: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     """Each fact of a logic form has its words in the text and its mark in the redrawn picture.
 

@@ -273,7 +273,6 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
         figure_from_json(figure_as_json(moved_figure))
 
 
-@pytest.mark.slow
 def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
     tmp_path: Path,
 ) -> None:

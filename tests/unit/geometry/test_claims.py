@@ -528,7 +528,6 @@ def test_a_claim_stands_where_it_was_said() -> None:
 # ------------------------------------------------------------------------------------------- bounds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -551,7 +550,6 @@ def test_no_text_raises_or_takes_long(text: str) -> None:
     assert len(claims) <= MAX_CLAIMS
 
 
-@pytest.mark.slow
 def test_random_texts_raise_nothing() -> None:
     """400 texts of the grammar's words and 200 of random characters are read without an error."""
     checked_figure = checked_figure_from(CIRCLE_FACTS)

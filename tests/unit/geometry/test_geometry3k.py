@@ -167,7 +167,7 @@ def break_form(record: dict, rng: random.Random) -> dict:
     return record
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(BROKEN_FORM_COUNT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(BROKEN_FORM_COUNT, marks=pytest.mark.slow)])
 def test_no_broken_form_raises(records: dict, count: int) -> None:
     """`count` annotations with random damage get a verdict that says why in one line."""
     rng = random.Random(11)

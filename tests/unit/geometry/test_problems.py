@@ -67,7 +67,6 @@ def test_what_facts_leave_free_is_open(text: str) -> None:
     assert (result.status, result.value) == ("open", None), result.why
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -239,7 +239,6 @@ def draw_expression(rng: random.Random, depth: int) -> str:
     return rng.choice(forms)
 
 
-@pytest.mark.slow
 def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_right() -> None:
     """A gold in another spelling is never wrong, and one that was changed in value never right.
 

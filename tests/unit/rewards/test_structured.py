@@ -176,7 +176,6 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
     assert [answer for answer in other_inequalities if verdict_on(answer, gold) == "correct"] == []
 
 
-@pytest.mark.slow
 @SIXTY_EXAMPLES
 @given(COEFFICIENTS, st.integers(-9, 9), st.integers(1, 9), st.booleans())
 def test_an_absolute_value_below_a_bound_is_an_interval_and_above_it_a_union(

@@ -8,13 +8,6 @@ import pytest
 from adora_vl.utils.launch import imports_of_a_command, without_garbage_collection
 
 
-@pytest.fixture(autouse=True)
-def unfrozen_objects():
-    """Let the collector see all objects again after each test."""
-    yield
-    gc.unfreeze()
-
-
 class Node:
     """An object that refers to itself, so that only the garbage collector deletes it."""
 
@@ -23,12 +16,11 @@ class Node:
 
 
 def test_objects_of_a_commands_imports_are_not_searched_for_garbage_any_more():
-    gc.unfreeze()
     with imports_of_a_command():
         assert not gc.isenabled()
         imported = Node()
     assert gc.isenabled()
-    assert not any(thing is imported for thing in gc.get_objects())
+    assert not any(candidate is imported for candidate in gc.get_objects())
 
 
 def test_what_was_garbage_before_the_imports_of_a_command_is_deleted():

@@ -62,7 +62,7 @@ def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> End
 
 
 def test_a_line_of_a_training_reaches_a_pipe_at_once():
-    """Who follows a run with `train | tee run.log` sees each line when it is printed."""
+    """`train | tee run.log` shows each line when it is printed."""
     process = subprocess.Popen(
         [sys.executable, "-c", PRINT_AND_WAIT],
         env={"PATH": os.defpath, "PYTHONPATH": str(REPOSITORY)},
